@@ -1,0 +1,93 @@
+"""Why a call cannot travel, in words: which variable of which function, and what to do instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import _calls, _descriptors
+
+_DEPTH = 4
+_INSTEAD = (
+    ("Mesh", "Build the Mesh inside the guarded function: it names devices, and the worker has its own."),
+    ("Sharding", "Build the sharding inside the guarded function: it names devices, and the worker has its own."),
+    ("Compiled", "Let the function travel instead of its executable (jax.jit or trial_jit): the worker compiles it."),
+    ("Lowered", "Let the function travel instead of its lowering (jax.jit or trial_jit): the worker lowers it."),
+    ("Device", "Ask for devices inside the guarded function (jax.devices()): the worker has its own."),
+    ("Tracer", "Call the guarded function outside of jax.jit, grad and vmap: a tracer has no value to send."),
+    ("Connection", "Open connections inside the guarded function."),
+    ("TextIOWrapper", "Open the file inside the guarded function, and pass its path."),
+    ("Buffered", "Open the file inside the guarded function, and pass its path."),
+    ("lock", "Make the lock inside the guarded function, or use a lock file: processes share no thread lock."),
+    ("generator", "Pass a list, or make the generator inside the guarded function."),
+)
+
+
+def explain(suspect: Any, name: str, error: BaseException, replace: Callable[[object], Any]) -> str:
+    """Say what of a function, or of its (args, kwargs), cannot be pickled."""
+    where, value = _find(suspect, name, replace)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    instead = next((advice for word, advice in _INSTEAD if _is_a(value, word)), None)
+    advice = instead or "Make it inside the guarded function, or pass what it is made from."
+    return f"{name} cannot travel to a worker: {where} is a {kind}, which cannot be pickled ({error}). {advice}"
+
+
+def _is_a(value: Any, word: str) -> bool:
+    return any(word in cls.__name__ for cls in type(value).__mro__)
+
+
+def _travels(value: Any, replace: Callable[[object], Any]) -> bool:
+    try:
+        packed = _calls.pack(value, plain=False, replace=replace)
+    except Exception:  # noqa: BLE001 – a user's __reduce__ may raise anything
+        return False
+    _descriptors.close(*packed.descriptors)
+    return True
+
+
+def _find(suspect: Any, name: str, replace: Callable[[object], Any]) -> tuple[str, Any]:
+    """Go down to the smallest part that cannot travel."""
+    if isinstance(suspect, tuple) and len(suspect) == 2 and isinstance(suspect[1], dict):  # noqa: PLR2004 – args, kwargs
+        args, kwargs = suspect
+        parts = [(f"argument {index} of {name}", value) for index, value in enumerate(args)]
+        parts += [(f"argument {key}= of {name}", value) for key, value in kwargs.items()]
+    else:
+        parts = list(_parts(suspect, name))
+    where, value = name, suspect
+    for _ in range(_DEPTH):
+        bad = next(((label, part) for label, part in parts if not _travels(part, replace)), None)
+        if bad is None:
+            break
+        where, value = bad
+        parts = list(_parts(value, where))
+    return where, value
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a value carries, with words for each part."""
+    if isinstance(value, functools.partial):
+        yield f"the function of {name}", value.func
+        yield from ((f"argument {index} of {name}", part) for index, part in enumerate(value.args))
+        yield from ((f"argument {key}= of {name}", part) for key, part in value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield f"the object of {name}", value.__self__
+    elif isinstance(value, types.FunctionType):
+        label = f"function {value.__qualname__}"
+        try:
+            found = inspect.getclosurevars(value)
+        except ValueError:  # a cell that is still empty
+            return
+        yield from ((f"variable {key!r} of {label}", part) for key, part in found.nonlocals.items())
+        yield from ((f"global variable {key!r} of {label}", part) for key, part in found.globals.items())
+        yield from ((f"default {index} of {label}", part) for index, part in enumerate(value.__defaults__ or ()))
+    elif isinstance(value, dict):
+        yield from ((f"entry {key!r} of {name}", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"entry {index} of {name}", part) for index, part in enumerate(value))
+    elif hasattr(value, "__wrapped__"):
+        yield name, value.__wrapped__
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type | types.ModuleType):
+        yield from ((f"attribute {key!r} of {name}", part) for key, part in vars(value).items())

@@ -1,0 +1,384 @@
+"""The parent's side of one worker: the calling thread talks to it, and to nobody else.
+
+One loop polls the pipe (the trial's accesses, the answer), the keeper's line (how it ended), stdout and stderr, and
+the time. Whatever breaks the dialogue ends the worker; its slot is free, and nothing of it is left, before the call
+returns or raises.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import math
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _calls, _descriptors, _exceptions, _frames, _inherited, _keeper, _linux, _starting, _trials, _worker, errors
+from ._leases import Lease
+
+_GRACE_S = 3.0
+"""Between asking a worker to end (SIGTERM) and ending it (SIGKILL)."""
+_STACKS_S = 1.0
+_END_S = 35.0
+"""For how long a worker may take over its normal end; it bounds itself more narrowly."""
+_TAIL_CHUNKS, _TAIL_BYTES = 64, 4000
+
+
+@dataclass
+class Talk:
+    """One call of one worker, and all that is known of it."""
+
+    name: str
+    roots: _trials.Roots
+    timeout: float
+    interrupted: Callable[[], BaseException | None]
+    """Gives what the call shall raise instead, once a signal has ended it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the worker told about the run: seconds, compilations, memory."""
+
+
+class _Output:
+    """One output stream of a worker: what arrives is written to the stream of the same name here."""
+
+    def __init__(self, name: str, tail: deque[bytes]) -> None:
+        self._name = name
+        self._tail = tail
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def pass_on(self, descriptor: int, limit: int = 16) -> bool:
+        """Pass on what is there (of a flood, a part: the other lines have their turn); False at the end."""
+        for _ in range(limit):
+            try:
+                data = os.read(descriptor, 1 << 16)
+            except BlockingIOError:
+                return True
+            except OSError:
+                data = b""
+            text = self._decoder.decode(data, final=not data)
+            if text:
+                self._tail.append(data[-_TAIL_BYTES:])
+                try:  # looked up now: pytest, notebooks and contextlib replace it
+                    stream = getattr(sys, self._name)
+                    stream.write(text)
+                    stream.flush()
+                except Exception:  # noqa: BLE001, S110 – closed, or gone with its terminal: the trial is worth more
+                    pass
+            if not data:
+                return False
+        return True
+
+
+class Worker:
+    """A worker that this process started, idle or at work for one thread."""
+
+    def __init__(self, lease: Lease, key: object, setup: _worker.Setup, lease_env: dict[str, str], mark: str) -> None:
+        self.lease = lease
+        self.lease_env = lease_env
+        self.key = key
+        self.pid: int | None = None
+        self.ended = False
+        self.trusted = True
+        self.idle_since = 0.0
+        self._mark = mark
+        self._status: int | None = None
+        self._keeper_gone = False
+        self._known: set[bytes] = set()
+        self._env = setup.env
+        self._picture = setup.picture
+        self._first_memory_bytes = 0
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_CHUNKS)
+        self._started = _starting.Started(lease, setup.env)
+        self._pipe = _frames.PollingPipe(self._started.pipe)
+        self._outputs = {fd: _Output(name, self._tail) for fd, name in self._started.outputs.items()}
+        self._pipe_open = True
+        self._answer: _frames.Frame | None = None
+        self._pipe.put(_worker.SETUP, pickle.dumps(setup))
+
+    # ------------------------------------------------------------ what the guard asks for
+
+    def run(self, talk: Talk, function: _calls.Packed, arguments: _calls.Packed, *, last: bool) -> Any:
+        """Run a function; return its result or raise what it raised.
+
+        Raises:
+            WorkerDied: If the worker ended without an answer.
+            WorkerTimeout: If it took longer than `talk.timeout`.
+        """
+        key = hashlib.blake2b(function.data, digest_size=16).digest()
+        if key in self._known:
+            _descriptors.close(*function.descriptors)
+        else:
+            self._known.add(key)
+            self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
+        job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
+        self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
+        try:
+            return self._judge(talk, self._converse(talk, to_the_end=last))
+        except BaseException:
+            if not self.ended and (last or not self._answered):
+                self.end_now()
+            raise
+
+    def change(self, env: dict[str, str], picture: bytes) -> None:
+        """Tell a warm worker what the parent has changed since its last call."""
+        news = env if env != self._env else None, picture if picture != self._picture else None
+        if news != (None, None):
+            self._env, self._picture = env, picture
+            self._pipe.put(_worker.CHANGED, pickle.dumps(news))
+
+    def kill(self) -> None:
+        """Have the keeper end the worker at once; the thread that talks to it sees it end. Callable from anywhere."""
+        self._order(_keeper.KILL)
+
+    def end_now(self) -> None:
+        """End the worker at once and wait until nothing of it is left."""
+        self._order(_keeper.KILL)
+        until = time.monotonic() + 2 * _GRACE_S
+        while not self.ended and time.monotonic() < until:
+            self._wait(100)
+            self._read_line()
+        self._drain()
+
+    def end(self) -> None:
+        """End an idle worker the normal way; return when nothing of it is left."""
+        self._answer = None
+        self._pipe.put(_worker.QUIT, b"")
+        quiet = Talk("its last call", _trials.Roots(""), math.inf, lambda: None)
+        until = time.monotonic() + _END_S
+        try:
+            while not self.ended and time.monotonic() < until:
+                self._step(quiet, 200)
+        finally:
+            if not self.ended:
+                self.end_now()
+            self.close()
+
+    def retire(self) -> None:
+        """End an idle worker the normal way, and let its slot go."""
+        try:
+            self.end()
+        finally:
+            self.lease.close()
+
+    def close(self) -> None:
+        """Let go of the worker."""
+        self._pipe.close()
+        self._started.close()
+
+    def drain(self) -> None:
+        """Pass on what an idle worker prints, so that it is not blocked."""
+        for descriptor, output in list(self._outputs.items()):
+            if not output.pass_on(descriptor):
+                del self._outputs[descriptor]
+        self._read_line()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to poll while the worker is idle."""
+        return [self._started.line.fileno(), *self._outputs]
+
+    # ------------------------------------------------------------ the loop
+
+    def _converse(self, talk: Talk, *, to_the_end: bool) -> str | None:
+        """Serve until there is an answer (and, if it was the last job, until the worker is gone).
+
+        Returns:
+            The stacks, if the time was up.
+        """
+        self._answer = None
+        begins = None if self.pid is None else time.monotonic()
+        stacks: str | None = None
+        kill_at = math.inf
+        while not self.ended and not (self._answered and not to_the_end):
+            now = time.monotonic()
+            if begins is None and self.pid is not None:
+                begins = now
+            if stacks is None:
+                deadline = math.inf if begins is None or self._answered else begins + talk.timeout
+                if now >= deadline:
+                    stacks = self._take_stacks(talk)
+                    self._order(_keeper.TERMINATE)
+                    kill_at = time.monotonic() + _GRACE_S
+                    continue
+            else:
+                deadline = kill_at
+                if now >= kill_at:
+                    self._order(_keeper.KILL)
+                    kill_at = now + _GRACE_S
+            self._step(talk, None if deadline == math.inf else 1000 * (deadline - now) + 1, deaf=stacks is not None)
+        return stacks if not self._answered else None
+
+    def _step(self, talk: Talk, limit_ms: float | None, *, deaf: bool = False) -> None:
+        ready = self._wait(limit_ms)
+        for descriptor, output in list(self._outputs.items()):
+            if descriptor in ready and not output.pass_on(descriptor):
+                del self._outputs[descriptor]
+        event = ready.get(self._pipe_number, 0)
+        try:
+            if event & select.POLLOUT:
+                self._pipe.write()
+            if event & ~select.POLLOUT:
+                self._read_pipe(talk, deaf=deaf)
+        except _frames.Closed:  # the keeper's line tells how
+            self._pipe_open = False
+        if self._started.line.fileno() in ready:
+            self._read_line()
+            if self.ended:
+                self._last_words(talk)
+
+    @property
+    def _answered(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def _pipe_number(self) -> int:
+        return self._started.pipe.fileno()
+
+    def _wait(self, limit_ms: float | None) -> dict[int, int]:
+        poll = select.poll()
+        if self._pipe_open:
+            poll.register(self._pipe_number, select.POLLIN | (select.POLLOUT if self._pipe.unwritten else 0))
+        if not self.ended:
+            poll.register(self._started.line, select.POLLIN)
+        for descriptor in self._outputs:
+            poll.register(descriptor, select.POLLIN)
+        return dict(poll.poll(limit_ms))
+
+    def _read_pipe(self, talk: Talk, *, deaf: bool) -> None:
+        for frame in self._pipe.read():
+            if frame.kind == _worker.REMOTE:
+                if deaf or talk.interrupted() is not None:
+                    _descriptors.close(*frame.descriptors)
+                    continue  # the worker is being ended: the trial is not touched any more
+                answer = talk.roots.serve(frame)
+                self._pipe.put(b"A", answer.data, answer.descriptors)
+                self._pipe.write()
+            elif frame.kind == _worker.RECORD:
+                _inherited.handle(frame.data)
+            else:
+                self._answer = frame
+
+    def _read_line(self) -> None:
+        try:
+            message = self._started.line.recv(512)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        kind, rest = message[:1], message[1:]
+        if kind == _keeper.STARTED:
+            (self.pid,) = struct.unpack("i", rest)
+            return
+        self.ended = True
+        if kind == _keeper.ENDED:
+            (status,) = struct.unpack("i", rest)
+            self._status = os.waitstatus_to_exitcode(status)
+        elif kind == _keeper.FAILED:
+            self._tail.append(b"fork failed: " + rest)
+        else:
+            self._keeper_gone = True
+            if self.pid is not None:
+                _starting.sweep_without_keeper(self.pid, self._mark)
+
+    def _last_words(self, talk: Talk) -> None:
+        """The worker is gone: take what is still in the pipes."""
+        self._drain()
+        if self._pipe_open and not self._answered:
+            try:
+                self._read_pipe(talk, deaf=True)
+            except _frames.Closed:
+                pass
+
+    def _drain(self) -> None:
+        for descriptor, output in list(self._outputs.items()):
+            output.pass_on(descriptor, limit=1 << 20)
+
+    def _order(self, order: bytes) -> None:
+        try:
+            self._started.line.send(order)
+        except OSError:  # the keeper is gone, and the worker with it
+            pass
+
+    # ------------------------------------------------------------ what came of it
+
+    def _judge(self, talk: Talk, stacks: str | None) -> Any:
+        if (instead := talk.interrupted()) is not None and not self._answered:
+            raise instead
+        if stacks is not None:
+            text = (
+                f"{talk.name} ran longer than timeout={talk.timeout:g} s and was ended (worker pid {self.pid}). Raise "
+                f"timeout=, or look where it was:\n{stacks}"
+            )
+            raise errors.WorkerTimeout(text, pid=self.pid, timeout_s=talk.timeout, stacks=stacks)
+        if self._answer is None:
+            raise self._death(talk)
+        frame = self._answer
+        start = 4 + int.from_bytes(frame.data[:4], "big")
+        talk.facts = pickle.loads(frame.data[4:start])
+        self._note_trust(talk.facts)
+        if frame.kind == _worker.DONE:
+            try:
+                return _calls.unpack(frame.data[start:], frame.descriptors)
+            except Exception as error:
+                text = (
+                    f"the result of {talk.name} travelled, but cannot be unpickled here: {type(error).__name__}: {error}. "
+                    "Return arrays, numbers, text, and containers or importable classes of them."
+                )
+                raise errors.RemoteError(text, type=type(error).__name__, text=str(error)) from error
+        raise _exceptions.unpack(frame.data[start:])
+
+    def _note_trust(self, facts: dict[str, Any]) -> None:
+        """A worker that ran out of memory, or that keeps growing, gets no further job."""
+        memory = facts["memory_bytes"]
+        self._first_memory_bytes = self._first_memory_bytes or memory
+        self.trusted = facts["trusted"] and memory < 2 * self._first_memory_bytes + (1 << 30)
+
+    def _death(self, talk: Talk) -> errors.WorkerDied:
+        output = b"".join(self._tail)[-_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
+        code = self._status
+        number = -code if code is not None and code < 0 else None
+        if self._keeper_gone:
+            what = "its keeper was killed, and it with it"
+        elif number is not None:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            what = f"ended by {name}{_LIKELY.get(number, '')}"
+        elif code is not None:
+            what = f"it left with exit code {code} (sys.exit or os._exit)"
+        else:
+            what = "it could not be started"
+        last = f" Its last output:\n{output}" if output else ""
+        text = f"the worker of {talk.name} (pid {self.pid}) ended without an answer: {what}.{last}"
+        exit_code = code if number is None else None
+        return errors.WorkerDied(text, pid=self.pid, exit_code=exit_code, signal=number, output=output)
+
+    def _take_stacks(self, talk: Talk) -> str:
+        """Ask the worker where it is. Works while C code holds the GIL; not while it is stopped."""
+        before = os.fstat(self._started.stacks).st_size
+        self._order(_keeper.STACKS)
+        until = time.monotonic() + _STACKS_S
+        size = before
+        while time.monotonic() < until and not self.ended:
+            now = os.fstat(self._started.stacks).st_size
+            if now > before and now == size:
+                return os.pread(self._started.stacks, now - before, before).decode("utf-8", "replace").strip()
+            size = now
+            self._step(talk, 20, deaf=True)
+        status = _linux.status(self.pid) if self.pid is not None else None
+        return f"(no stacks: the worker is in state {status.state if status else 'gone'})"
+
+
+_LIKELY = {
+    signal.SIGKILL: ", most likely by the kernel for want of memory, or by hand",
+    signal.SIGSEGV: ", a crash in native code",
+    signal.SIGABRT: ", an abort in native code",
+    signal.SIGBUS: ", a crash in native code (a full /dev/shm?)",
+    signal.SIGTERM: ", by hand or by the system",
+}

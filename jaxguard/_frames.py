@@ -1,0 +1,179 @@
+"""Frames: what travels over the pipe between a call and its worker.
+
+A frame is a kind (one byte), data, and descriptors (large buffers, see `_calls`). The worker's end blocks. The parent's
+end never does: a reader or writer that hangs on a half frame, because a grandchild kept the pipe open, would hang the
+study.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from . import _descriptors
+
+_HEADER = struct.Struct("!cQB")
+_CHUNK = 1 << 20
+MAX_DESCRIPTORS = 128
+"""Descriptors in one frame; the kernel takes 253."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: bytes
+    data: bytes
+    descriptors: list[int]
+
+
+class Closed(Exception):  # noqa: N818 – an event, caught where it is expected
+    """The other end is gone."""
+
+
+def _receive(connection: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+    try:
+        data, messages, _, _ = connection.recvmsg(size, space, flags | socket.MSG_CMSG_CLOEXEC)
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise Closed from error
+    descriptors = array.array("i")
+    for level, kind, payload in messages:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    return data, _descriptors.without_inheritance(list(descriptors))
+
+
+class BlockingPipe:
+    """The worker's end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._descriptors: deque[int] = deque()
+        connection.setblocking(True)
+
+    def send(self, kind: bytes, data: bytes | memoryview, descriptors: list[int] | None = None) -> None:
+        """Send a frame; return when all of it is in the pipe."""
+        passed = descriptors or []
+        header = _HEADER.pack(kind, len(data), len(passed))
+        try:
+            socket.send_fds(self.connection, [header], passed) if passed else self.connection.sendall(header)
+            self.connection.sendall(data)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise Closed from error
+
+    def receive(self) -> Frame:
+        """Receive the next frame, and not a byte more.
+
+        Raises:
+            Closed: If the other end is gone.
+        """
+        kind, size, count = _HEADER.unpack(self._exactly(_HEADER.size))
+        data = self._exactly(size)
+        return Frame(kind, data, [self._descriptors.popleft() for _ in range(count)])
+
+    def _exactly(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            data, descriptors = _receive(self.connection, min(size, _CHUNK))
+            if not data:
+                raise Closed
+            self._descriptors += descriptors
+            parts.append(data)
+            size -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class PollingPipe:
+    """The parent's end: call `write` and `read` when `poll` says so."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
+        self._incoming = bytearray()
+        self._descriptors: deque[int] = deque()
+        connection.setblocking(False)
+
+    def put(self, kind: bytes, data: bytes, descriptors: list[int] | None = None) -> None:
+        """Queue a frame. The descriptors belong to the pipe now, which closes them once they are sent."""
+        passed = descriptors or []
+        self._outgoing.append((memoryview(_HEADER.pack(kind, len(data), len(passed))), passed))
+        self._outgoing.append((memoryview(data), []))
+
+    @property
+    def unwritten(self) -> bool:
+        return bool(self._outgoing)
+
+    def write(self) -> None:
+        """Write what the pipe takes.
+
+        Raises:
+            Closed: If the other end is gone.
+        """
+        try:
+            while self._outgoing:
+                view, descriptors = self._outgoing.popleft()
+                if not view:
+                    continue
+                try:
+                    part = view[:_CHUNK]
+                    sent = socket.send_fds(self.connection, [part], descriptors) if descriptors else self.connection.send(part)
+                except BlockingIOError:
+                    self._outgoing.appendleft((view, descriptors))
+                    return
+                _descriptors.close(*descriptors)
+                if sent < len(view):
+                    self._outgoing.appendleft((view[sent:], []))
+        except OSError as error:
+            _descriptors.close(*descriptors)
+            self._forget_outgoing()
+            raise Closed from error
+
+    def _forget_outgoing(self) -> None:
+        while self._outgoing:
+            _descriptors.close(*self._outgoing.popleft()[1])
+
+    def read(self) -> Iterator[Frame]:
+        """Read what is there, and give the frames that are complete.
+
+        Raises:
+            Closed: If the other end is gone, after the frames that came before.
+        """
+        closed = False
+        while True:
+            try:
+                data, descriptors = _receive(self.connection, _CHUNK)
+            except BlockingIOError:
+                break
+            except (Closed, OSError):
+                closed = True
+                break
+            self._descriptors += descriptors
+            self._incoming += data
+            if not data:
+                closed = True
+                break
+            yield from self._complete()
+        yield from self._complete()
+        if closed:
+            raise Closed
+
+    def _complete(self) -> Iterator[Frame]:
+        while len(self._incoming) >= _HEADER.size:
+            kind, size, count = _HEADER.unpack_from(self._incoming)
+            end = _HEADER.size + size
+            if len(self._incoming) < end:
+                return
+            data = bytes(memoryview(self._incoming)[_HEADER.size : end])
+            del self._incoming[:end]
+            yield Frame(kind, data, [self._descriptors.popleft() for _ in range(count)])
+
+    def close(self) -> None:
+        """Close the pipe and whatever came with frames that nobody took."""
+        self._forget_outgoing()
+        _descriptors.close(*self._descriptors)
+        self._descriptors.clear()
+        _descriptors.close_socket(self.connection)

@@ -1,0 +1,255 @@
+"""`gpu_slot`: hold devices for this process while a block or a function runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, overload
+
+from . import _descriptors, _devices, _guard, _holds, _interrupts, _jax_state, _leases, _line, _linux, _settings, errors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_entered = threading.local()
+_kept: list[tuple[_leases.Lease, int]] = []
+"""Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Devices that this process holds."""
+
+    devices: tuple[_devices.Device, ...]
+    """The devices, each with `id`, `index`, `kind` and `memory_bytes`."""
+    share: float
+    """The part of each device that is held; 1 is all of it."""
+    env: dict[str, str]
+    """What a process needs in its environment to see these devices and no others, for `subprocess`."""
+    waited_s: float
+    """Seconds that passed until the slot was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSlot:
+    """A guard at rest: data. It opens a fresh hold for each call, and for each `with`."""
+
+    gpus: int = 1
+    slot_timeout: float = math.inf
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
+        """Hold the slot while a function runs in this process."""
+        if not callable(function):
+            text = f"gpu_slot guards a function, not {function!r}. Its options are keyword-only."
+            raise TypeError(text)
+        if (
+            inspect.isgeneratorfunction(function)
+            or inspect.iscoroutinefunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
+            text = (
+                f"{_guard.name_of(function)} is a generator or coroutine function: its body would run after the slot is "
+                "let go. Write `with gpu_slot():` inside it."
+            )
+            raise TypeError(text)
+
+        @functools.wraps(function)
+        def holding(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._opened():
+                return function(*args, **kwargs)
+
+        return holding
+
+    def __enter__(self) -> Slot:
+        opened = self._opened()
+        slot = opened.__enter__()
+        _stack().append((self, opened))
+        return slot
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        stack = _stack()
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index][0] is self:
+                return stack.pop(index)[1].__exit__(*exception)
+        raise RuntimeError("gpu_slot: this block was entered by another thread")
+
+    @contextmanager
+    def _opened(self) -> Iterator[Slot]:
+        _jax_state.refuse_if_forked("gpu_slot")
+        hold = _holds.current()
+        if hold is not None and (hold.slot is not None or hold.call is None):
+            _holds.refuse_more(hold, "gpu_slot", self.gpus)
+            yield hold.slot or _slot_of_this_worker(hold)
+            return
+        if hold is not None:
+            text = (
+                "gpu_slot was called inside `with isolated_jax_worker() as worker`, whose slot is for its workers. Give "
+                "the function to worker(...), or end that block first."
+            )
+            raise errors.JaxguardError(text)
+        _linux.check_platform()
+        _refuse_started(self.gpus)
+        lease = self._take()
+        try:
+            slot = _slot(lease, self.gpus)
+            with _holds.opened(_holds.Hold(self.gpus, lease.nonce, lease.devices, slot)), _in_force(slot, lease, self.gpus):
+                yield slot
+        finally:
+            _let_go(lease, self.gpus)
+
+    def _take(self) -> _leases.Lease:
+        for kept in _kept:
+            lease, gpus = kept
+            if gpus == self.gpus:
+                _kept.remove(kept)
+                lease.waited_s = 0.0
+                return lease
+        with _interrupts.call("gpu_slot") as running:
+            found = _guard.slot(running, _guard.Options(gpus=self.gpus, slot_timeout=self.slot_timeout), keeper=False)
+        assert isinstance(found, _leases.Lease)  # noqa: S101 – for the type checker: no warm worker was asked for
+        return found
+
+
+def _stack() -> list[tuple[GpuSlot, AbstractContextManager[Slot]]]:
+    return _entered.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
+
+
+def _slot(lease: _leases.Lease, gpus: int) -> Slot:
+    return Slot(lease.devices, 1.0, _devices.variables(lease.devices, gpus), lease.waited_s)
+
+
+def _slot_of_this_worker(hold: _holds.Hold) -> Slot:
+    env = {name: os.environ[name] for name in _devices.FROM_THE_LEASE if name in os.environ}
+    return Slot(hold.devices, 1.0, env, 0.0)
+
+
+def _refuse_started(gpus: int) -> None:
+    """Raise if JAX has started here in a way that a slot cannot be reconciled with."""
+    if not _jax_state.started() or _kept:
+        return
+    devices = _jax_state.local_devices()
+    wanted = _devices.request(gpus).candidates[0]
+    if wanted.is_gpu:
+        text = (
+            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}, before gpu_slot could choose its "
+            "devices. Open gpu_slot before the first JAX operation (jax.devices() and arrays count), or use "
+            "isolated_jax_worker, which starts JAX in a clean process."
+        )
+        raise errors.JaxAlreadyStarted(text)
+    if len(devices) < gpus:
+        text = (
+            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}, and gpus={gpus} asks for more. "
+            "Open gpu_slot before the first JAX operation, or ask for no more than that."
+        )
+        raise errors.JaxAlreadyStarted(text)
+
+
+def _names(devices: list[Any]) -> str:
+    return ", ".join(str(device) for device in devices) or "no device"
+
+
+@contextmanager
+def _in_force(slot: Slot, lease: _leases.Lease, gpus: int) -> Iterator[None]:
+    """JAX that starts in this process starts on the slot's devices; what a child process inherits says so too."""
+    news = {**slot.env, _settings.HOLD: lease.nonce}
+    before = {name: os.environ.get(name) for name in news}
+    os.environ.update(news)
+    config = _configure_jax(slot, gpus)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _restore_jax(config)
+
+
+def _configure_jax(slot: Slot, gpus: int) -> dict[str, Any]:
+    """An imported JAX has read its environment already: tell it. One that has started is where it is."""
+    jax = sys.modules.get("jax")
+    if jax is None or _jax_state.started():
+        return {}
+    settings: dict[str, Any] = {"jax_platforms": slot.env["JAX_PLATFORMS"]}
+    if not slot.devices[0].is_gpu:
+        settings["jax_num_cpu_devices"] = max(1, gpus)
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    return before
+
+
+def _restore_jax(settings: dict[str, Any]) -> None:
+    jax = sys.modules.get("jax")
+    if jax is None or _jax_state.started():
+        return
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _let_go(lease: _leases.Lease, gpus: int) -> None:
+    if lease.devices[0].is_gpu and any(device.platform == "gpu" for device in _jax_state.local_devices()):
+        _kept.append((lease, gpus))
+    else:
+        lease.close()
+
+
+def _after_fork_in_child() -> None:
+    global _entered  # noqa: PLW0603 – a child holds nothing
+    _entered = threading.local()
+    _kept.clear()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)
+
+
+@overload
+def gpu_slot(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def gpu_slot(*, gpus: int = 1, slot_timeout: float = math.inf) -> GpuSlot: ...
+def gpu_slot(
+    function: Callable[..., Any] | None = None, /, *, gpus: int = 1, slot_timeout: float = math.inf
+) -> Any:
+    """Hold devices for this process while a block or a function runs.
+
+    Use it where the code itself must run in this process. If JAX has not started here, it starts on exactly these
+    devices. Once it has started on GPUs, this process keeps their memory until it ends, and so it keeps the slot: the
+    next block gets it back at once. Threads that want different devices need `isolated_jax_worker`.
+
+    Args:
+        function: The function, when used as a decorator without options.
+        gpus: How many GPUs to hold, a whole number; 0 keeps to the CPU. On a host without GPUs, how many CPU devices
+            JAX sees.
+        slot_timeout: Seconds to wait for the slot; 0 tries once, `inf` never gives up.
+
+    Returns:
+        The guarded function; or, without a function, a guard that is both decorator and context manager. `with` gives
+        a slot: `devices` (each with `id`, `index`, `kind`, `memory_bytes`), `share`, `env`, `waited_s`.
+
+    Raises:
+        TypeError: At decoration, for options of a wrong type, generator and coroutine functions.
+        ValueError: At decoration, for options out of range. At entry, for more GPUs than there are.
+        SlotTimeout: At entry, if no slot came free within `slot_timeout`.
+        NoDevices: At entry, if this host offers this process no such devices.
+        JaxAlreadyStarted: At entry, if JAX has started here and cannot be reconciled with the slot.
+        ForkedAfterJax: At entry, in a process forked from one in which JAX had started.
+
+    Example:
+        >>> from jaxguard import gpu_slot
+        >>> from jaxguard.testing import fake_slots
+        >>> with fake_slots(2), gpu_slot() as slot:
+        ...     slot.devices[0].id, slot.env["JAX_PLATFORMS"]
+        ('cpu:0', 'cpu')
+    """
+    _devices.check_gpus(gpus)
+    _line.check_slot_timeout(slot_timeout)
+    guard = GpuSlot(gpus, slot_timeout)
+    return guard if function is None else guard(function)

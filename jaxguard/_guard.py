@@ -1,0 +1,324 @@
+"""The guarded call, whole: from the arguments to the result, in the order that makes it right.
+
+Pack (what cannot travel is said before anybody waits) – keeper up – the line – the lease – the worker – serve – ended
+and swept – lease closed – only then return or raise: the next call of this thread finds the slot free.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import (
+    _calls,
+    _descriptors,
+    _devices,
+    _dialogue,
+    _diagnosis,
+    _holds,
+    _inherited,
+    _interrupts,
+    _jax_state,
+    _leases,
+    _line,
+    _linux,
+    _settings,
+    _starting,
+    _trials,
+    _warm,
+    _worker,
+    errors,
+)
+
+logger = logging.getLogger("jaxguard")
+
+ATTRIBUTE = "jaxguard"
+"""The user attribute of each guarded trial."""
+_ATTRIBUTE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a guard was given."""
+
+    gpus: int = 1
+    timeout: float = math.inf
+    slot_timeout: float = math.inf
+    reuse: bool = False
+    env: tuple[tuple[str, str | None], ...] = ()
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call a function in messages."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def call(function: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `function(*args, **kwargs)` in a worker of its own."""
+    name = name_of(function)
+    if _settings.inline():
+        return _inline(function, name, args, kwargs)
+    if (hold := _holds.current()) is not None:
+        return _nested(hold, function, options, name, args, kwargs)
+    _linux.check_platform()
+    with _interrupts.call(name) as running:
+        packed = Packed(name, running.roots, function, args, kwargs)
+        try:
+            found = slot(running, options, warm=options.reuse)
+            return converse(running, options, found, packed, last=not options.reuse, keep=keep_warm)
+        finally:
+            packed.close()
+
+
+def keep_warm(worker: _dialogue.Worker) -> None:
+    """After a call: keep the worker for the next one, if it is still to be trusted."""
+    if worker.ended:
+        let_go(worker)
+    else:
+        _warm.keep(worker)
+
+
+def let_go(worker: _dialogue.Worker) -> None:
+    """After the last call of a worker: its slot is free."""
+    worker.close()
+    worker.lease.close()
+
+
+# ---------------------------------------------------------------- without a worker of its own
+
+
+_inline_turn = threading.RLock()
+"""One at a time, as a debugger wants it. The one lock that is held while user code runs; it is taken first of all."""
+
+
+def _inline(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run in this process, after making sure that all of it could have travelled."""
+    Packed(name, _trials.Roots("inline"), function, args, kwargs).close()
+    with _inline_turn:
+        return function(*args, **kwargs)
+
+
+def _nested(
+    hold: _holds.Hold,
+    function: Callable[..., Any],
+    options: Options,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run in the hold that is there, and ask for nothing: nobody waits for an ancestor."""
+    _holds.refuse_more(hold, name, options.gpus)
+    if hold.call is not None:
+        return hold.call(function, *args, **kwargs)
+    asked = [word for word, is_asked in (("env", options.env), ("timeout", options.timeout < math.inf)) if is_asked]
+    if asked:
+        text = (
+            f"{name} was called inside another guarded call or gpu_slot, so it runs in that process; but its guard asks "
+            f"for {' and '.join(f'{word}=' for word in asked)}, which needs a process of its own. Put that on the outer "
+            "guard, or call it outside."
+        )
+        raise errors.JaxguardError(text)
+    return function(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+class Packed:
+    """A call, ready to travel."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: _trials.Roots,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        reference = _calls.reference(function)
+        self.function = _pack(function if reference is None else reference, function, name, roots)
+        try:
+            self.arguments = _pack((args, kwargs), (args, kwargs), name, roots)
+        except BaseException:
+            _descriptors.close(*self.function.descriptors)
+            raise
+
+    def hand_over(self) -> tuple[_calls.Packed, _calls.Packed]:
+        """Give the parts with their descriptors away."""
+        parts = self.function, self.arguments
+        self.function, self.arguments = (part._replace(descriptors=[]) for part in parts)
+        return parts
+
+    def close(self) -> None:
+        _descriptors.close(*self.function.descriptors, *self.arguments.descriptors)
+
+
+def _pack(value: object, suspect: Any, name: str, roots: _trials.Roots) -> _calls.Packed:
+    try:
+        return _calls.pack(value, plain=False, replace=roots.replace)
+    except Exception as error:
+        raise TypeError(_diagnosis.explain(suspect, name, error, roots.replace)) from error
+
+
+# ---------------------------------------------------------------- slot and worker
+
+
+def slot(
+    running: _interrupts.Call, options: Options, *, warm: bool = False, keeper: bool = True
+) -> _leases.Lease | _dialogue.Worker:
+    """Wait for a slot; a warm worker that fits brings its own."""
+    _holds.refuse_under_ancestor(running.name)
+    request = _devices.request(options.gpus)
+    _refuse_occupied(request)
+    if keeper:
+        _starting.warm_up()
+    key = _key(options) if warm else None
+    began = time.monotonic()
+
+    def attempt() -> _leases.Lease | _dialogue.Worker | None:
+        if key is not None and (worker := _warm.take(key)) is not None:
+            return worker
+        return _leases.try_take(request.candidates, request.take)
+
+    found = None if key is None else _warm.take(key)  # ahead of the line: it holds its slot already
+    if found is None:
+        found = _line.wait(request, options.slot_timeout, attempt, running.wake, running.check)
+    lease = found if isinstance(found, _leases.Lease) else found.lease
+    lease.waited_s = time.monotonic() - began
+    return found
+
+
+def _key(options: Options) -> tuple[Any, ...]:
+    """Calls with the same key can share a warm worker."""
+    env = _starting.read_at_import(_environment(options))
+    return options.gpus, options.env, _settings.devices(), tuple(sorted(env.items()))
+
+
+def _refuse_occupied(request: _devices.Request) -> None:
+    """A parent whose own JAX sits on the only GPUs that could serve would make its trials wait or die for ever."""
+    if not request.candidates[0].is_gpu or not _jax_state.started():
+        return
+    mine = [device for device in _jax_state.local_devices() if device.platform == "gpu"]
+    if mine and len(request.candidates) - len(mine) < request.take:
+        text = (
+            f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {len(request.candidates)} GPUs "
+            "that its trials could use, and keeps their memory until it ends. Start the program with "
+            "JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
+        )
+        raise errors.JaxAlreadyStarted(text)
+
+
+def converse(
+    running: _interrupts.Call,
+    options: Options,
+    found: _leases.Lease | _dialogue.Worker,
+    packed: Packed,
+    *,
+    last: bool,
+    keep: Callable[[_dialogue.Worker], None],
+) -> Any:
+    """Run a packed call in a worker: the warm one that was found, or a new one on the lease that was found.
+
+    Whatever happens, `keep` gets the worker back (ended, if `last`), or the lease is closed.
+    """
+    began = time.monotonic()
+    if isinstance(found, _leases.Lease):
+        try:
+            worker = new_worker(found, options)
+        except BaseException:
+            found.close()
+            raise
+    else:
+        worker = found
+        worker.change(_environment(options) | worker.lease_env, _picture(options))
+    talk = _dialogue.Talk(running.name, running.roots, options.timeout, running.interrupted)
+    try:
+        running.end_worker = worker.kill
+        if running.interrupted() is not None:  # between the slot and here
+            worker.kill()
+        function, arguments = packed.hand_over()
+        return worker.run(talk, function, arguments, last=last)
+    finally:
+        running.end_worker = None
+        try:
+            _record(running, worker, talk, time.monotonic() - began)
+        finally:
+            keep(worker)
+
+
+def new_worker(lease: _leases.Lease, options: Options) -> _dialogue.Worker:
+    """Start a worker on a lease."""
+    cores = _devices.cores_of(lease.devices, options.gpus)
+    mark = _starting.new_mark()
+    lease_env = {
+        **_devices.variables(lease.devices, options.gpus),
+        _settings.HOLD: lease.nonce,
+        _settings.RUN: mark,
+    }
+    env = _environment(options)
+    if "PJRT_NPROC" not in env:
+        lease_env["PJRT_NPROC"] = str(len(cores))
+    setup = _worker.Setup(
+        env=env | lease_env,
+        path=[entry or os.getcwd() for entry in sys.path],
+        cores=cores,
+        gpus=options.gpus,
+        devices=lease.devices,
+        nonce=lease.nonce,
+        preload=_starting.preload(),
+        picture=_picture(options),
+    )
+    return _dialogue.Worker(lease, _key(options), setup, lease_env, mark)
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """The environment of a worker, but for what comes from its lease: the user's own settings win."""
+    env = _devices.thread_variables() | dict(os.environ)
+    for name, value in options.env:
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def _picture(options: Options) -> bytes:
+    picture = _inherited.capture()
+    for name, _ in options.env:  # env= is nearer to the call than what the parent has set for itself
+        picture["jax"].pop(name.lower(), None)
+    return pickle.dumps(picture)
+
+
+def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:
+    """Leave in each trial how its run went, whether it succeeded or not."""
+    for trial in running.roots.trials:
+        lease, facts = worker.lease, talk.facts
+        value = {
+            "version": _ATTRIBUTE_VERSION,
+            "host": socket.gethostname(),
+            "pid": worker.pid,
+            "devices": [device.id for device in lease.devices],
+            "share": 1,
+            "waited_s": round(lease.waited_s, 4),
+            "run_s": facts.get("run_s", round(run_s, 4)),
+            **{name: facts[name] for name in _COUNTED if facts.get(name) is not None},
+        }
+        try:
+            trial.set_user_attr(ATTRIBUTE, value)
+        except Exception:  # noqa: BLE001 – the storage will tell Optuna itself; a finished trial takes no attributes
+            logger.debug("the attribute %r of trial %s could not be set", ATTRIBUTE, trial, exc_info=True)
+
+
+_COUNTED = ("compiles", "compile_s", "cache_hits", "saved_s", "peak_memory_bytes")

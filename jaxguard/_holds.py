@@ -1,0 +1,102 @@
+"""Holds: what this thread, or this process, already has, so that nobody ever waits for an ancestor.
+
+A hold belongs to the thread that opened it; in a worker it belongs to the whole process. Inside one, a guarded call
+uses what is there. A *child process* of a holder is told by JAXGUARD_HOLD in its environment, which carries the word
+of the lease: as long as a beacon with that word shines, waiting there would be waiting for an ancestor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from . import _beacons, _descriptors, _settings, errors
+from ._devices import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A slot that is held here."""
+
+    gpus: int
+    """How many devices JAX sees in it."""
+    nonce: str
+    """The word of its lease."""
+    devices: tuple[Device, ...]
+    slot: Any = None
+    """What `gpu_slot` gave."""
+    call: Callable[..., Any] | None = None
+    """How to run a function in this hold; None runs it in this process."""
+
+
+_here = threading.local()
+_process: list[Hold] = []
+
+
+def current() -> Hold | None:
+    """The innermost hold of this thread, else that of the process."""
+    stack: list[Hold] = getattr(_here, "stack", [])
+    return stack[-1] if stack else _process[-1] if _process else None
+
+
+@contextmanager
+def opened(hold: Hold) -> Iterator[None]:
+    """This thread has a hold for the duration of the block."""
+    stack: list[Hold] = _here.__dict__.setdefault("stack", [])
+    stack.append(hold)
+    try:
+        yield
+    finally:
+        # By identity and wherever it is: two `with` blocks may end in another order than they began (ExitStack).
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index] is hold:
+                del stack[index]
+                break
+
+
+def opened_for_process(hold: Hold) -> None:
+    """This process is a worker: all its threads share the hold, until it ends."""
+    _process.append(hold)
+    os.environ[_settings.HOLD] = hold.nonce
+
+
+def refuse_under_ancestor(name: str) -> None:
+    """Raise if an ancestor process holds a slot for this one.
+
+    Raises:
+        JaxguardError: Waiting here for a slot could be waiting for that ancestor, for ever.
+    """
+    word = os.environ.get(_settings.HOLD)
+    if not word:
+        return
+    holder = next((beacon for beacon in _beacons.seen() if beacon.nonce == word), None)
+    if holder is not None:
+        text = (
+            f"{name} was called in a child process (pid {os.getpid()}) of a trial or gpu_slot block that holds a slot "
+            f"(lit by pid {holder.pid}): it would wait for its own ancestor. Call it outside of the trial, or call the "
+            "unguarded function here (jaxguard keeps it as __wrapped__)."
+        )
+        raise errors.JaxguardError(text)
+
+
+def refuse_more(hold: Hold, name: str, gpus: int) -> None:
+    """Raise if a nested call asks for more devices than its hold has."""
+    if gpus > max(1, hold.gpus):
+        text = (
+            f"{name} asks for gpus={gpus} inside a hold that has gpus={hold.gpus}: it would wait for its own ancestor. "
+            "Ask for the larger number outside, or for no more than that inside."
+        )
+        raise errors.JaxguardError(text)
+
+
+def _after_fork_in_child() -> None:
+    global _here  # noqa: PLW0603 – a child holds nothing: its copies of the descriptors are closed
+    _here = threading.local()
+    _process.clear()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)

@@ -1,0 +1,212 @@
+"""Ctrl-C and SIGTERM: end the workers, let their trials be told, then do what would have happened.
+
+Each guarded call is registered here while it runs. The handler stands in front of the one that was there: it ends the
+workers, waits up to 2 s until their trials are finished (so that none stays RUNNING in a storage for ever), and then
+delegates. The calls raise KeyboardInterrupt, which `catch=(Exception,)` of a study cannot swallow.
+
+Python installs handlers from the main thread only. A study's thread asks the main thread by a pending call, and nudges
+it out of a system call. Source: Python/C API, `Py_AddPendingCall`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from . import _descriptors, _linux, _trials
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FINISH_S = 2.0
+_NUDGE_AFTER_S, _GIVE_UP_S = 0.05, 1.0
+_numbers = itertools.count()
+
+
+class Call:
+    """A guarded call under way: what must be ended, and how it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.id = f"{os.getpid()}.{next(_numbers)}"
+        self.thread = threading.get_ident()
+        self.roots = _trials.Roots(self.id)
+        self.end_worker: Callable[[], None] | None = None
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signal: str | None = None
+
+    def interrupt(self, name: str) -> None:
+        """End the call, wherever it is: waiting for a slot, or for its worker."""
+        self._signal = name
+        os.eventfd_write(self.wake, 1)
+        if self.end_worker is not None:
+            self.end_worker()
+
+    def interrupted(self) -> BaseException | None:
+        """What the call shall raise, once it was interrupted."""
+        return None if self._signal is None else KeyboardInterrupt(f"{self.name} was ended by {self._signal}")
+
+    def check(self) -> None:
+        """Raise if the call was interrupted."""
+        if (error := self.interrupted()) is not None:
+            raise error
+
+    def at_work(self) -> bool:
+        """Say whether the call, or the trial it is for, is still to be finished."""
+        if self.id not in _active:
+            return any(map(_unfinished, self.roots.trials))
+        return True
+
+
+def _unfinished(trial: Any) -> bool:
+    try:
+        return not trial.study.get_trials(deepcopy=False)[trial.number].state.is_finished()
+    except Exception:  # noqa: BLE001 – a storage that is out of reach finishes nothing
+        return False
+
+
+_active: dict[str, Call] = {}
+_previous: dict[int, Any] = {}
+_stopping: str | None = None
+_install_lock = threading.Lock()
+
+
+@contextmanager
+def call(name: str) -> Iterator[Call]:
+    """A call that signals can end, for the duration of the block."""
+    if _stopping is not None:
+        text = f"{name} was not begun: this process is told to end by {_stopping}"
+        raise KeyboardInterrupt(text)
+    _have_handlers()
+    with _descriptors.creating():
+        running = Call(name)
+        _descriptors.own(running.wake)
+    _active[running.id] = running
+    try:
+        yield running
+    finally:
+        _active.pop(running.id, None)
+        _descriptors.close(running.wake)
+
+
+def wake_all() -> None:
+    """Let every waiting call look again: a warm worker has come free."""
+    for running in list(_active.values()):
+        try:
+            os.eventfd_write(running.wake, 1)
+        except OSError:  # it has ended meanwhile
+            continue
+
+
+# ---------------------------------------------------------------- the handler
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _stopping  # noqa: PLW0603 – a fact about this process
+    before = _previous.get(number, signal.SIG_DFL)
+    if before == signal.SIG_IGN:
+        return
+    name = signal.Signals(number).name
+    main = threading.main_thread().ident
+    calls = list(_active.values())
+    if number == signal.SIGTERM:
+        _stopping = name
+    for running in calls:
+        # Ctrl-C in the main thread is delivered by the handler before us, as KeyboardInterrupt where it happens.
+        if number == signal.SIGTERM or running.thread != main:
+            running.interrupt(name)
+    if callable(before):
+        _wait_for([running for running in calls if running.thread != main])
+        _stopping = None  # a handler that returns has decided that the process goes on
+        before(number, frame)
+        return
+    # The default: this process ends. Not from here: the main thread must be free to finish its own trial.
+    threading.Thread(target=_end_by, args=(number, calls), name="jaxguard-end", daemon=True).start()
+
+
+def _wait_for(calls: list[Call]) -> None:
+    until = time.monotonic() + _FINISH_S
+    while time.monotonic() < until and any(running.at_work() for running in calls):
+        time.sleep(0.002)
+
+
+def _end_by(number: int, calls: list[Call]) -> None:
+    _wait_for(calls)
+    libc = _linux.libc()
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(number, None)  # SIG_DFL: this thread may not use signal.signal
+    os.kill(os.getpid(), number)
+
+
+# ---------------------------------------------------------------- installing it
+
+
+def _installed() -> bool:
+    # None: a handler that was not installed from Python; nothing can be delegated to it, so it stays.
+    return all(signal.getsignal(number) in {_on_signal, None} for number in _SIGNALS)
+
+
+def _install() -> None:
+    for number in _SIGNALS:
+        before = signal.getsignal(number)
+        if before not in {_on_signal, None}:
+            _previous[number] = before
+            signal.signal(number, _on_signal)
+
+
+def _have_handlers() -> None:
+    """Stand in front of the handlers that are there now: notebooks and frameworks change theirs at any time."""
+    if _installed():
+        return
+    if threading.current_thread() is threading.main_thread():
+        _install()
+        return
+    with _install_lock:
+        if not _installed():
+            _ask_the_main_thread()
+
+
+_pending: list[Any] = []
+"""Keeps the callback alive: a main thread that sits in native code may run it much later."""
+
+
+def _ask_the_main_thread() -> None:
+    done = threading.Event()
+
+    def run(_: object) -> int:
+        try:
+            _install()
+        finally:
+            done.set()
+        return 0
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(run)
+    _pending.append(callback)
+    ctypes.pythonapi.Py_AddPendingCall(callback, None)
+    if done.wait(_NUDGE_AFTER_S):
+        return
+    if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
+        # A signal that is ignored interrupts no system call: give it a handler that does nothing (`abs`).
+        libc = _linux.libc()
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGURG, ctypes.cast(libc.abs, ctypes.c_void_p))
+        libc.siginterrupt(signal.SIGURG, 1)
+    ident = threading.main_thread().ident
+    if ident is not None:
+        signal.pthread_kill(ident, signal.SIGURG)
+    done.wait(_GIVE_UP_S)
+
+
+def _after_fork_in_child() -> None:
+    global _install_lock, _stopping  # noqa: PLW0603 – the parent's calls are not ours
+    _active.clear()
+    _install_lock, _stopping = threading.Lock(), None
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)

@@ -1,0 +1,68 @@
+"""Has JAX started here, and on what? The one module that looks where JAX has no public door.
+
+JAX "starts" when it creates its backends: it opens devices, takes memory and starts threads. Importing it, building
+`jax.jit(f)` or changing `jax.config` does not. No public function tells without starting it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from . import _descriptors, errors
+
+_forked_after_start = False
+
+
+def started() -> bool:
+    """Say whether JAX has started in this process, without starting it."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return False
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    try:
+        return bool(bridge.backends_are_initialized())  # type: ignore[union-attr]
+    except AttributeError:
+        return threads_of_xla() > 0
+
+
+def threads_of_xla() -> int:
+    """Count the threads that XLA started here: what a started JAX cannot hide (the way out if the door above closes)."""
+    count = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm", "rb") as file:
+                count += file.read().lower().startswith((b"tf_", b"xla", b"pjrt", b"cuda"))
+        except OSError:  # the thread ended meanwhile
+            continue
+    return count
+
+
+def local_devices() -> list[Any]:
+    """The devices on which JAX runs here; only asked once it has started, so asking starts nothing."""
+    return list(sys.modules["jax"].local_devices()) if started() else []
+
+
+def refuse_if_forked(what: str) -> None:
+    """Raise in a process that was forked from one in which JAX had started.
+
+    Raises:
+        ForkedAfterJax: Such a process has JAX's locks but not its threads, and hangs at its next compilation.
+    """
+    if _forked_after_start:
+        text = (
+            f"{what} cannot be used in this process (pid {os.getpid()}): it was forked from pid {os.getppid()} after "
+            "JAX had started there, and JAX would hang here. Start the processes another way (joblib's default "
+            'backend "loky", multiprocessing\'s "spawn"), or put isolated_jax_worker on the function: it runs in a '
+            "clean process even when it is called from here."
+        )
+        raise errors.ForkedAfterJax(text)
+
+
+def _after_fork_in_child() -> None:
+    global _forked_after_start  # noqa: PLW0603 – a fact about this process
+    _forked_after_start = _forked_after_start or started()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)

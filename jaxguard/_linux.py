@@ -1,0 +1,140 @@
+"""What Linux offers and Python has no name for: range locks, subreapers, death signals, the process table.
+
+Sources: fcntl(2) for open-file-description locks, prctl(2), unix(7) for SO_PEERCRED, proc(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any, NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_FLOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
+
+
+@functools.cache
+def libc() -> Any:
+    """The C library of this process; calls let go of the GIL."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the *thread* that forked it ends; right only under a single-threaded one."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Become the parent of all descendants that lose theirs."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def lock_range(fd: int, start: int, length: int, *, shared: bool = False) -> bool:
+    """Lock a range for the open file description of `fd`, if it is free; say whether it was."""
+    kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: both mean that somebody holds it
+        return False
+    return True
+
+
+def range_is_locked(fd: int, start: int, length: int) -> bool:
+    """Say whether another open file description holds a lock in the range."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    return bool(kind != fcntl.F_UNLCK)
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a Unix socket, as the kernel noted it when the connection or listener was made."""
+
+    pid: int
+    uid: int
+
+
+def peer(connection: socket.socket) -> Peer:
+    """Ask the kernel who is at the other end."""
+    size = struct.calcsize(_CREDENTIALS)
+    pid, uid, _ = struct.unpack(_CREDENTIALS, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return Peer(pid, uid)
+
+
+class Status(NamedTuple):
+    """A few words of /proc/<pid>/stat."""
+
+    state: str
+    parent: int
+    session: int
+    started: int
+    """When the process started, in clock ticks since boot: with the pid it names one process for good."""
+
+
+def status(pid: int) -> Status | None:
+    """Look a process up; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return Status(words[0].decode(), int(words[1]), int(words[3]), int(words[19]))
+
+
+def command(pid: int) -> str:
+    """What `ps` would show of a process, shortened: the script, or the module after -m, else the program."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = [word.decode("utf-8", "replace") for word in file.read().split(b"\0") if word]
+    except OSError:
+        return "?"
+    for before, word in zip(words, words[1:], strict=False):
+        if before == "-m" or not word.startswith("-"):
+            return " ".join(word.split())[:60]
+    return words[0] if words else "?"
+
+
+def children(pid: int) -> set[int]:
+    """The children of a process, zombies included."""
+    found: set[int] = set()
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found.update(map(int, file.read().split()))
+    except OSError:
+        pass
+    return found
+
+
+def memory_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process, in bytes; 0 if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def check_platform() -> None:
+    """Raise where jaxguard's ground is missing, with the reason."""
+    if sys.platform == "linux":
+        return
+    from . import errors
+
+    text = (
+        f"jaxguard cannot run workers on {sys.platform}: its locks and its clean-up rest on Linux (5.4 or newer). "
+        "Use jaxguard.testing.inline() or JAXGUARD_INLINE=1 to run guarded functions in this process."
+    )
+    raise errors.JaxguardError(text)

@@ -1,0 +1,62 @@
+"""Settings: environment variables, read here and nowhere else, at each call, so that a change is seen at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+DEVICES = "JAXGUARD_DEVICES"
+INLINE = "JAXGUARD_INLINE"
+HOLD = "JAXGUARD_HOLD"
+"""Not a setting: names the hold under which a process was started, see `_holds`."""
+RUN = "JAXGUARD_RUN"
+"""Not a setting: names the program whose worker, or worker's child, a process is, see `_starting`."""
+
+_CPU = re.compile(r"cpu:([1-9][0-9]{0,5})(?:@([\w.-]{1,64}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Which devices to use: found by looking (`auto`), `cpu` slots in a namespace, or a list of CUDA devices."""
+
+    auto: bool = False
+    cpus: int = 0
+    namespace: str = ""
+    listed: tuple[str, ...] = ()
+
+
+def devices() -> Devices:
+    """Read JAXGUARD_DEVICES.
+
+    Raises:
+        ValueError: If the value is none of those that are valid.
+    """
+    text = os.environ.get(DEVICES, "").strip()
+    if text in {"", "auto"}:
+        return Devices(auto=True)
+    if match := _CPU.fullmatch(text):
+        return Devices(cpus=int(match[1]), namespace=match[2] or "")
+    names = tuple(name.strip() for name in text.split(","))
+    if all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name) for name in names) and len(set(names)) == len(names):
+        return Devices(listed=names)
+    message = (
+        f"{DEVICES}={text!r} is not valid. Valid are: auto; cpu:N for N CPU slots (cpu:4); "
+        "a list of different CUDA indices or UUIDs (0,2 or GPU-1f0c,GPU-83ab)."
+    )
+    raise ValueError(message)
+
+
+def inline() -> bool:
+    """Read JAXGUARD_INLINE.
+
+    Raises:
+        ValueError: If the value is none of those that are valid.
+    """
+    text = os.environ.get(INLINE, "").strip()
+    if text in {"", "0"}:
+        return False
+    if text == "1":
+        return True
+    message = f"{INLINE}={text!r} is not valid. Valid are: 1 (run guarded functions in this process), 0 or empty."
+    raise ValueError(message)

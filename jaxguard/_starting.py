@@ -1,0 +1,210 @@
+"""Starting a worker: the parent's way to its keeper, one interface with two ways, fork and exec.
+
+The keeper comes with the first call, through loky, and goes with this process. It reads its environment when it
+begins; a call whose environment differs in a variable that JAX or a numerical library reads at import gets a worker
+that execs, all others one that forks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from . import _descriptors, _devices, _keeper, _leases, _linux, _settings, _worker, errors
+
+_READ_AT_IMPORT = (
+    *("JAX_", "JAXLIB_", "XLA_", "LIBTPU_", "TF_", "PJRT_", "CUDA_", "NVIDIA_", "NCCL_"),
+    *("OMP_", "KMP_", "GOMP_", "OPENBLAS_", "MKL_", "BLIS_", "NUMEXPR_", "VECLIB_", "GOTO_"),
+    *("LD_", "PYTHON", "MALLOC_", "GLIBC_"),
+)
+"""Variables, by prefix, that JAX, a numerical library, Python or the loader reads when a process begins."""
+_PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
+_PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
+"""Imports that take long and start neither JAX nor threads."""
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+class Started:
+    """A worker on its way: the parent's ends of what connects the two."""
+
+    def __init__(self, lease: _leases.Lease, env: dict[str, str]) -> None:
+        keeper = _keeper_of_this_process()
+        with _descriptors.creating():
+            pipe, pipe_there = socket.socketpair()
+            line, line_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stdout, stdout_there = os.pipe2(os.O_CLOEXEC)
+            stderr, stderr_there = os.pipe2(os.O_CLOEXEC)
+            self.stacks = os.memfd_create("jaxguard-stacks", os.MFD_CLOEXEC)
+            there = [line_there.detach(), pipe_there.detach(), stdout_there, stderr_there]
+            _descriptors.own(pipe.fileno(), line.fileno(), stdout, stderr, self.stacks, *there)
+        self.pipe, self.line = pipe, line
+        self.outputs = {stdout: "stdout", stderr: "stderr"}
+        line.setblocking(False)
+        for descriptor in self.outputs:
+            os.set_blocking(descriptor, False)
+        way = _keeper.FORK if read_at_import(env) == keeper.read_at_import else _keeper.EXEC
+        try:
+            keeper.order(way, [*there, self.stacks, *lease.descriptors])
+        except OSError as error:
+            self.close()
+            text = f"no worker could be started: the keeper (pid {keeper.pid}) is gone ({error}). Call again."
+            raise errors.WorkerDied(text) from error
+        finally:
+            _descriptors.close(*there)
+
+    def close(self) -> None:
+        """Let go of the worker; the keeper ends one that still runs."""
+        _descriptors.close_socket(self.pipe)
+        _descriptors.close_socket(self.line)
+        _descriptors.close(self.stacks, *self.outputs)
+
+
+def read_at_import(env: dict[str, str]) -> dict[str, str]:
+    """The part of an environment that a process cannot change after it has begun."""
+    from_the_lease = {*_devices.FROM_THE_LEASE, "PJRT_NPROC"}  # JAX reads these when it starts; the worker sees to it
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in from_the_lease}
+
+
+def preload() -> list[str]:
+    """What a worker has imported before any user code."""
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
+
+
+# ---------------------------------------------------------------- the keeper of this process
+
+
+class _KeeperOfThisProcess:
+    def __init__(self) -> None:
+        from loky.backend import get_context, resource_tracker
+        from multiprocessing import resource_tracker as standard_resource_tracker
+
+        # Both trackers unblock SIGINT when they start: so they start before it is blocked.
+        resource_tracker.ensure_running()
+        standard_resource_tracker.ensure_running()
+        # As every worker's environment, see `_guard`; and None cannot be said to loky, so what is unset stays.
+        env = {name: value for name, value in _devices.thread_variables().items() if name not in os.environ}
+        self.read_at_import = read_at_import({**os.environ, **env})
+        with _descriptors.creating():
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _descriptors.own(here.fileno(), there.fileno())
+        self._control = here
+        end = Connection(there.detach())
+        # Blocked until the keeper ignores them: a Ctrl-C at this moment must not end it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            arguments = (end, os.getpid(), preload(), mask, _worker.begin)
+            self._process = get_context("loky").Process(target=_keeper.main, args=arguments, name="jaxguard-keeper", env=env)
+            _start_though_daemonic(self._process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            with _descriptors.creating():
+                _descriptors.disown(end.fileno())
+                end.close()
+        # It ends with this process by itself; `multiprocessing` would wait for it at exit.
+        vars(multiprocessing.process)["_children"].discard(self._process)
+        self.pid: int = self._process.pid
+        with _descriptors.creating():
+            self._pidfd = os.pidfd_open(self.pid)
+            _descriptors.own(self._pidfd)
+
+    def alive(self) -> bool:
+        return not select.select([self._pidfd], [], [], 0)[0]
+
+    def order(self, way: bytes, descriptors: list[int]) -> None:
+        socket.send_fds(self._control, [way], descriptors)
+
+    def bury(self) -> None:
+        """Reap a keeper that is dead, and let go of it."""
+        self._process.join(0)
+        _descriptors.close_socket(self._control)
+        _descriptors.close(self._pidfd)
+
+
+def _start_though_daemonic(process: Any) -> None:
+    """Start a process also from a daemonic one, which `multiprocessing` forbids for fear of orphans: ours ends by itself."""
+    config = vars(multiprocessing.current_process()).get("_config", {})
+    daemonic = config.pop("daemon", None)
+    try:
+        process.start()
+    finally:
+        if daemonic is not None:
+            config["daemon"] = daemonic
+
+
+_lock = threading.Lock()
+_current: _KeeperOfThisProcess | None = None
+
+
+def _keeper_of_this_process() -> _KeeperOfThisProcess:
+    global _current  # noqa: PLW0603 – one per process
+    with _lock:
+        if _current is not None and not _current.alive():
+            _current.bury()
+            _current = None
+        if _current is None:
+            _current = _KeeperOfThisProcess()
+        return _current
+
+
+def warm_up() -> None:
+    """Have the keeper started: it imports while this call waits for its slot."""
+    _keeper_of_this_process()
+
+
+def _after_fork_in_child() -> None:
+    global _current, _lock  # noqa: PLW0603 – the keeper is the parent's, the lock may be held by nobody
+    _current, _lock = None, threading.Lock()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)
+
+
+# ---------------------------------------------------------------- when the keeper is gone
+
+_serials = itertools.count()
+
+
+def new_mark() -> str:
+    """What JAXGUARD_RUN says in the environment of one worker and of all that it starts."""
+    return f"{os.getpid()}-{secrets.token_hex(6)}-{next(_serials)}"
+
+
+def sweep_without_keeper(session: int, run: str) -> None:
+    """End what a dead keeper's worker left: found by its session, and by its mark in their environment.
+
+    The worker itself died with the keeper; its descendants are spread by then.
+    """
+    mark = f"{_settings.RUN}={run}".encode()
+    own = os.getpid()
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == own:
+            continue
+        try:
+            pidfd = os.pidfd_open(int(name))  # first: the number cannot come to mean another process
+        except OSError:
+            continue
+        try:
+            status = _linux.status(int(name))
+            if status is not None and (status.session == session or _has(int(name), mark)):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except OSError:
+            continue
+        finally:
+            os.close(pidfd)
+
+
+def _has(pid: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False

@@ -1,0 +1,269 @@
+"""The trial stays where it is; the worker has a path to it.
+
+An `optuna.Trial` (or `Study`) found among arguments and captures is replaced, on its way, by its number among the
+*roots* of the call. In the worker stands a `Remote`: it knows the way from a root (`study`, `pruner`, ...) and sends
+each access back over the call's pipe, where the study's own thread serves it on the real object. So every sampler,
+pruner and storage works, and nothing is a silent copy.
+
+    worker                                   the study's thread
+    trial.suggest_float("lr", 0, 1)  --R-->  roots[0].suggest_float("lr", 0, 1)
+                                     <--A--  (True, 0.42)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import _calls, _descriptors, _exceptions, _frames
+
+Path = tuple[str, ...]
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+class Roots:
+    """The real objects of one call."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.objects: list[Any] = []
+
+    @property
+    def trials(self) -> list[Any]:
+        return [root for root in self.objects if isinstance(root, sys.modules["optuna"].trial.Trial)]
+
+    def replace(self, obj: object) -> Any:
+        """The reduction of an object that stays here, for `_calls.pack`."""
+        if type(obj) is Remote:
+            return _remote, _place(obj)
+        optuna = sys.modules.get("optuna")
+        if optuna is None or not isinstance(obj, (optuna.trial.Trial, optuna.study.Study)):
+            return None
+        for index, root in enumerate(self.objects):
+            if root is obj:
+                break
+            if isinstance(root, optuna.trial.Trial) and root.study is obj:
+                return _remote, (self.call, index, ("study",), False)
+        else:
+            index = len(self.objects)
+            self.objects.append(obj)
+        return _remote, (self.call, index, (), isinstance(obj, optuna.trial.Trial))
+
+    def serve(self, frame: _frames.Frame) -> _calls.Packed:
+        """Do what the worker asks on the real object; the answer says (True, value) or (False, exception)."""
+        try:
+            with _resolving(self):
+                call, index, path, verb, args, kwargs = _calls.unpack(frame.data, frame.descriptors)
+            if call != self.call:
+                raise RuntimeError("this trial belongs to a call that has ended: keep no trial between calls")
+            target = self._walk(index, path)
+            if verb == "call":
+                answer = target(*args, **kwargs)
+                _refuse_resident(answer, path)
+                return _calls.pack((True, answer), plain=True)
+            if verb == "set":
+                setattr(target, *args)
+                return _calls.pack((True, None), plain=True)
+            if isinstance(target, (types.MethodType, types.FunctionType, types.BuiltinMethodType)):
+                return _calls.pack((True, METHOD), plain=True)
+            if _stays(target):
+                return _calls.pack((True, _At(path)), plain=True)
+            return _calls.pack((True, target), plain=True)
+        except Exception as error:  # noqa: BLE001 – it is the objective's to catch
+            return _calls.Packed(_pack_failure(error), [])
+
+    def _walk(self, index: int, path: Path) -> Any:
+        target = self.objects[index]
+        for name in path:
+            target = getattr(target, name)
+        return target
+
+
+def _stays(obj: object) -> bool:
+    """Say whether an object is part of the study's machinery, of which a copy would be worthless."""
+    optuna = sys.modules["optuna"]
+    kinds = (
+        optuna.trial.Trial,
+        optuna.study.Study,
+        optuna.samplers.BaseSampler,
+        optuna.pruners.BasePruner,
+        optuna.storages.BaseStorage,
+    )
+    return isinstance(obj, kinds)
+
+
+def _refuse_resident(obj: object, path: Path) -> None:
+    if _stays(obj):
+        text = f"{'.'.join(path)}() gives a {type(obj).__name__}, which stays in the study's process: call it there"
+        raise TypeError(text)
+
+
+def _pack_failure(error: BaseException) -> bytes:
+    return _calls.pack((False, _exceptions.pack(error)), plain=True).data
+
+
+_context = threading.local()
+
+
+@contextmanager
+def _resolving(roots: Roots) -> Iterator[None]:
+    _context.roots = roots
+    try:
+        yield
+    finally:
+        del _context.roots
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+class _Method:
+    """Says that the thing at a path is called, not read."""
+
+    def __reduce__(self) -> str:
+        return "METHOD"
+
+
+METHOD = _Method()
+
+
+class _At:
+    """Says that the thing at a path stays there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+
+_turn = threading.Lock()
+"""Whoever uses the pipe has it, from the request to the answer: an objective may use its trial from several threads."""
+_pipe: _frames.BlockingPipe | None = None
+_call = ""
+_pid = 0
+_methods: set[tuple[str, Path]] = set()
+_posted: deque[tuple[bytes, bytes]] = deque()
+
+
+def open_call(pipe: _frames.BlockingPipe, call: str) -> None:
+    """From now on, remote objects of this call may use the pipe."""
+    global _pipe, _call, _pid  # noqa: PLW0603 – one worker, one pipe, one call at a time
+    with _turn:
+        _pipe, _call, _pid = pipe, call, os.getpid()
+
+
+def close_call(kind: bytes, answer: _calls.Packed) -> None:
+    """Send the call's answer; no thread that it left behind uses the pipe after it."""
+    global _pipe  # noqa: PLW0603 – see open_call
+    with _turn:
+        _send_posted()
+        pipe, _pipe = _pipe, None
+        if pipe is not None:
+            pipe.send(kind, answer.data, answer.descriptors)
+
+
+def post(kind: bytes, data: bytes) -> None:
+    """Send a frame that wants no answer, now or as soon as the pipe is free; never wait for it.
+
+    Never: a log record may be made anywhere, also by a finalizer that the garbage collector runs in the thread that
+    has the pipe at this moment.
+    """
+    _posted.append((kind, data))
+    while _posted and _turn.acquire(blocking=False):
+        try:
+            _send_posted()
+        finally:
+            _turn.release()
+
+
+def _send_posted() -> None:
+    while _posted and _pipe is not None:
+        _pipe.send(*_posted.popleft())
+
+
+def _ask(call: str, index: int, path: Path, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if os.getpid() != _pid:
+        raise RuntimeError("a trial can be used in the worker itself (from all its threads), not in its child processes")
+    plain_args = tuple(map(_calls.without_jax, args))
+    plain_kwargs = {name: _calls.without_jax(value) for name, value in kwargs.items()}
+    request = _calls.pack((call, index, path, verb, plain_args, plain_kwargs), plain=True)
+    with _turn:
+        if _pipe is None or call != _call:
+            raise RuntimeError("this trial belongs to a call that has ended: keep no trial between calls")
+        _pipe.send(b"R", request.data, request.descriptors)
+        answer = _pipe.receive()
+        _send_posted()
+    _descriptors.close(*request.descriptors)
+    good, value = _calls.unpack(answer.data, answer.descriptors)
+    if not good:
+        raise _exceptions.unpack(value)
+    return value
+
+
+class Remote:
+    """Stands in the worker for a trial, a study or a part of them."""
+
+    __slots__ = ("_jaxguard_place",)
+
+    def __init__(self, call: str, index: int, path: Path, is_trial: bool) -> None:  # noqa: FBT001 – pickled
+        object.__setattr__(self, "_jaxguard_place", (call, index, path, is_trial))
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # isinstance(trial, optuna.Trial) holds, as in an unguarded objective.
+        optuna = sys.modules.get("optuna")
+        _, _, path, is_trial = _place(self)
+        if optuna is None:
+            return Remote
+        if is_trial and not path:
+            return optuna.trial.Trial  # type: ignore[no-any-return]
+        return optuna.study.Study if path in {(), ("study",)} else Remote  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        call, index, path, is_trial = _place(self)
+        there = (*path, name)
+        key = ("trial" if is_trial else "study", there)
+        if key not in _methods:
+            value = _ask(call, index, there, "get", (), {})
+            if type(value) is _At:
+                return Remote(call, index, value.path, is_trial)
+            if type(value) is not _Method:
+                return value
+            _methods.add(key)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return _ask(call, index, there, "call", args, kwargs)
+
+        method.__name__ = method.__qualname__ = name
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        call, index, path, _ = _place(self)
+        _ask(call, index, path, "set", (name, value), {})
+
+    def __repr__(self) -> str:
+        _, index, path, is_trial = _place(self)
+        return f"<{'.'.join(('trial' if is_trial else 'study', *path))} {index} of the study's process>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _remote, _place(self)
+
+
+def _place(remote: Any) -> Any:
+    return object.__getattribute__(remote, "_jaxguard_place")
+
+
+def _remote(call: str, index: int, path: Path, is_trial: bool) -> Any:  # noqa: FBT001 – pickled
+    """Rebuild: in the parent that serves it, a remote object is the real one again."""
+    roots: Roots | None = getattr(_context, "roots", None)
+    if roots is not None and roots.call == call:
+        return roots._walk(index, path)  # noqa: SLF001 – same module
+    return Remote(call, index, path, is_trial)

@@ -1,0 +1,294 @@
+"""The worker: environment first, then what the parent had set, then the job, then a normal end.
+
+    frames in    S set-up     U what changed since      F a function     J a job      Q end
+    frames out   R a remote access to the trial        L a log record   D done       X an exception
+
+A worker never outlives its pipe: when the other end is gone in the middle of a job, nobody wants the answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import pickle
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from . import (
+    _calls,
+    _descriptors,
+    _devices,
+    _ending,
+    _exceptions,
+    _frames,
+    _holds,
+    _inherited,
+    _jax_state,
+    _keeper,
+    _linux,
+    _programs,
+    _trials,
+    errors,
+)
+
+SETUP, CHANGED, FUNCTION, JOB, QUIT = b"S", b"U", b"F", b"J", b"Q"
+REMOTE, RECORD, DONE, EXCEPTION = b"R", b"L", b"D", b"X"
+_ALONE = 96
+"""Exit code of a worker whose parent is gone; nobody is left to read it."""
+_AFTER_EXEC = "import sys; sys.path[:] = {path!r}; from jaxguard import _worker; _worker.after_exec({descriptors!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker needs to know before any user code runs. Pickled by the parent, read before anything is imported."""
+
+    env: dict[str, str]
+    path: list[str]
+    cores: list[int]
+    gpus: int
+    devices: tuple[_devices.Device, ...]
+    nonce: str
+    preload: list[str]
+    picture: bytes
+    """The parent's `_inherited.capture`, pickled: reading it may import things, so the environment comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call."""
+
+    call: str
+    name: str
+    function: bytes
+    """The key of a function that was sent before."""
+    arguments: _calls.Packed
+    last: bool
+
+
+def begin(pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoReturn:
+    """Become a worker, as a fork of the keeper or, when the environment at import matters, by exec."""
+    connection = _frames.BlockingPipe(socket.socket(fileno=pipe))
+    frame = connection.receive()
+    if not by_exec:
+        _run(connection, frame, stacks, lease, forked=True)
+    setup: Setup = pickle.loads(frame.data)
+    copy = os.memfd_create("jaxguard-setup")
+    os.write(copy, frame.data)
+    descriptors = [copy, connection.connection.detach(), stacks, *lease]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    code = _AFTER_EXEC.format(path=setup.path, descriptors=descriptors)
+    optimize = ["-O"] * sys.flags.optimize
+    os.execve(sys.executable, [sys.executable, *optimize, "-c", code], setup.env)
+
+
+def after_exec(descriptors: list[int]) -> NoReturn:
+    """Go on in the fresh interpreter."""
+    copy, pipe, stacks, *lease = _descriptors.without_inheritance(descriptors)
+    data = os.pread(copy, os.fstat(copy).st_size, 0)
+    os.close(copy)
+    _run(_frames.BlockingPipe(socket.socket(fileno=pipe)), _frames.Frame(SETUP, data, []), stacks, lease, forked=False)
+
+
+def _run(pipe: _frames.BlockingPipe, frame: _frames.Frame, stacks: int, lease: list[int], *, forked: bool) -> NoReturn:
+    try:
+        setup: Setup = pickle.loads(frame.data)
+        _descriptors.own(pipe.connection.fileno(), stacks, *lease)
+        _become(setup, pipe, stacks, forked=forked)
+        exit_code = _Desk(setup, pipe).serve()
+    except _frames.Closed:
+        os._exit(_ALONE)
+    _ending.end(exit_code)
+
+
+# ---------------------------------------------------------------- before any user code
+
+
+def _become(setup: Setup, pipe: _frames.BlockingPipe, stacks: int, *, forked: bool) -> None:
+    os.environ.clear()
+    os.environ.update(setup.env)
+    os.sched_setaffinity(0, setup.cores)
+    _fresh_streams()
+    faulthandler.enable(2)
+    faulthandler.register(_keeper.STACKS_SIGNAL, file=stacks, all_threads=True)
+    sys.breakpointhook = _no_breakpoint
+    if forked and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # a fork of the keeper has its state, and so has every other
+    sys.path[:] = setup.path
+    _import(setup.preload)
+    picture = pickle.loads(setup.picture)
+    _inherited.apply(picture)
+    _inherited.log_to(lambda record: _trials.post(RECORD, record))
+    import jax
+
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    if not setup.devices[0].is_gpu:
+        jax.config.update("jax_num_cpu_devices", max(1, setup.gpus))
+    _inherited.apply_changing(picture)
+    _trials.open_call(pipe, "")
+    _holds.opened_for_process(_holds.Hold(setup.gpus, setup.nonce, setup.devices))
+
+
+def _import(names: list[str]) -> None:
+    """What the keeper has imported, an exec'd worker imports too: both are the same to user code."""
+    import importlib
+
+    with warnings.catch_warnings():
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception:  # noqa: BLE001, S110 – the trial that needs it will say so
+                pass
+
+
+def _fresh_streams() -> None:
+    """Streams of this process: the keeper's, after a fork, have its buffers."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = open(descriptor, "wb", buffering=0 if name == "stderr" else -1, closefd=False)  # noqa: SIM115 – lives as long as we do
+        stream = io.TextIOWrapper(
+            raw, "utf-8", "backslashreplace", line_buffering=True, write_through=name == "stderr"
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115 – as above
+
+
+def _no_breakpoint(*_: object, **__: object) -> None:
+    text = (
+        "breakpoint() was reached in a worker, which has no terminal. Set JAXGUARD_INLINE=1: guarded functions then "
+        "run in your own process, one at a time, and the debugger works."
+    )
+    raise errors.JaxguardError(text)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+class _Desk:
+    """Takes jobs from the pipe, one at a time."""
+
+    def __init__(self, setup: Setup, pipe: _frames.BlockingPipe) -> None:
+        self._setup = setup
+        self._pipe = pipe
+        self._functions: dict[bytes, Callable[[], Callable[..., Any]]] = {}
+        self._counts = _programs.Counts()
+        self._counts.listen()
+
+    def serve(self) -> int:
+        """Serve until it is over; return the exit code."""
+        while True:
+            kind, data, descriptors = self._pipe.receive()
+            if kind == QUIT:
+                return 0
+            if kind == CHANGED:
+                self._change(data)
+            elif kind == FUNCTION:
+                key, packed = data[:16], data[16:]
+                self._functions[key] = _once(packed, descriptors)
+            else:
+                job: Job = pickle.loads(data)
+                exit_code = self._do(job, descriptors)
+                if exit_code is not None:
+                    return exit_code
+
+    def _change(self, data: bytes) -> None:
+        env, picture = pickle.loads(data)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        if picture is not None:
+            _inherited.apply(pickle.loads(picture))
+            _inherited.apply_changing(pickle.loads(picture))
+
+    def _do(self, job: Job, descriptors: list[int]) -> int | None:
+        """Do one job and answer; return an exit code if this worker is over."""
+        _trials.open_call(self._pipe, job.call)
+        began = time.monotonic()
+        exit_code = 0 if job.last else None
+        kind: bytes = EXCEPTION
+        trusted = True
+        try:
+            args, kwargs = _calls.unpack(job.arguments.data, descriptors)
+            function = self._functions[job.function]()
+            value = function(*args, **kwargs)
+            del args, kwargs
+            self._check_devices()
+            answer = self._pack_result(value, job.name)
+            kind = DONE
+        except SystemExit as leaving:
+            _ending.flush()
+            return _exit_code(leaving)
+        except BaseException as error:  # noqa: BLE001 – it is the caller's to judge
+            trusted = not _is_runtime_error(error)
+            answer = _calls.Packed(_exceptions.pack(error), [])
+        _ending.flush()
+        facts = {
+            "run_s": round(time.monotonic() - began, 4),
+            "trusted": trusted,
+            "memory_bytes": _linux.memory_bytes(),
+            "peak_memory_bytes": _peak_memory_bytes(),
+            **self._counts.take(),
+        }
+        head = pickle.dumps(facts)
+        _trials.close_call(kind, answer._replace(data=b"".join((len(head).to_bytes(4, "big"), head, answer.data))))
+        _descriptors.close(*answer.descriptors)
+        return exit_code
+
+    def _check_devices(self) -> None:
+        """A leased GPU on which JAX did not come up is an error, not hours on the CPU."""
+        if self._setup.devices[0].is_gpu and _jax_state.started():
+            import jax
+
+            if jax.default_backend() == "cpu":
+                text = f"the leased GPU {', '.join(device.id for device in self._setup.devices)} did not come up in JAX: it ran on the CPU"
+                raise errors.NoDevices(text)
+
+    @staticmethod
+    def _pack_result(value: Any, name: str) -> _calls.Packed:
+        try:
+            return _calls.pack(value, plain=True)
+        except Exception as error:
+            text = (
+                f"the result of {name}, of type {type(value).__name__}, cannot travel to the caller: {error}. "
+                "Return arrays, numbers, text, and containers or importable classes of them."
+            )
+            raise TypeError(text) from error
+
+
+def _once(packed: bytes, descriptors: list[int]) -> Callable[[], Callable[..., Any]]:
+    """Unpickle a function at its first call only: a new function object would be traced and compiled again."""
+    made: list[Callable[..., Any]] = []
+
+    def function() -> Callable[..., Any]:
+        if not made:
+            value = _calls.unpack(packed, descriptors)
+            made.append(value.resolve() if isinstance(value, _calls.Reference) else value)
+        return made[0]
+
+    return function
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """As the interpreter does it."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    print(leaving.code, file=sys.stderr)  # noqa: T201 – as the interpreter does
+    return 1
+
+
+def _is_runtime_error(error: BaseException) -> bool:
+    """Out of memory and its kin, after which a process is not to be trusted with another trial."""
+    return type(error).__name__ in {"JaxRuntimeError", "XlaRuntimeError"} or isinstance(error, MemoryError)
+
+
+def _peak_memory_bytes() -> int | None:
+    """Peak memory of the devices, where the backend tells."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in _jax_state.local_devices()]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if known else None
