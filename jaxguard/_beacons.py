@@ -25,7 +25,9 @@ from . import _descriptors, _linux
 PROTOCOL = 1
 HOLDER, WAITER = "h", "w"
 _LISTENING = b"00010000"  # the flag __SO_ACCEPTCON of /proc/net/unix
-_NAME = re.compile(rf"jaxguard/{PROTOCOL}/([hw])/([0-9a-f]{{12}})/(\d{{1,20}})/(\d{{1,10}})/(\d{{1,12}})/([0-9a-f]{{12}})")
+_NAME = re.compile(
+    rf"jaxguard/{PROTOCOL}/([hw])/([0-9a-f]{{12}})/(\d{{1,20}})/(\d{{1,10}})/(\d{{1,12}})/([0-9a-f]{{12}})"
+)
 _BACKLOG = 128
 
 

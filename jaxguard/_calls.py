@@ -38,9 +38,7 @@ class Packed(NamedTuple):
     descriptors: list[int]
 
 
-def pack(
-    value: object, *, plain: bool, replace: Callable[[object], Any] | None = None, large: int = LARGE
-) -> Packed:
+def pack(value: object, *, plain: bool, replace: Callable[[object], Any] | None = None, large: int = LARGE) -> Packed:
     """Pickle a value.
 
     Args:
@@ -52,6 +50,7 @@ def pack(
     Returns:
         The data, and the descriptors of the large buffers: the caller owns them.
     """
+
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if view.nbytes < large or len(files) >= _frames.MAX_DESCRIPTORS:

@@ -85,7 +85,7 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(
-    before=lambda: _lock.acquire(),
-    after_in_parent=lambda: _lock.release(),
+    before=lambda: _lock.acquire(),  # noqa: PLW0108 – the lock of that moment: a child makes its own
+    after_in_parent=lambda: _lock.release(),  # noqa: PLW0108 – as above
     after_in_child=_after_fork_in_child,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import _settings, errors
@@ -35,9 +35,9 @@ class Device:
     """Model name of the GPU, or `cpu`."""
     memory_bytes: int | None
     """Memory of the device, where known."""
-    lock: str
+    lock: str = field(repr=False)
     """Name of what is locked to hold the device: unique among all devices of the host."""
-    line: str
+    line: str = field(repr=False)
     """Name of the line in which requests for it wait."""
 
     @property

@@ -50,7 +50,7 @@ def _travels(value: Any, replace: Callable[[object], Any]) -> bool:
 
 def _find(suspect: Any, name: str, replace: Callable[[object], Any]) -> tuple[str, Any]:
     """Go down to the smallest part that cannot travel."""
-    if isinstance(suspect, tuple) and len(suspect) == 2 and isinstance(suspect[1], dict):  # noqa: PLR2004 – args, kwargs
+    if isinstance(suspect, tuple) and len(suspect) == 2 and isinstance(suspect[1], dict):
         args, kwargs = suspect
         parts = [(f"argument {index} of {name}", value) for index, value in enumerate(args)]
         parts += [(f"argument {key}= of {name}", value) for key, value in kwargs.items()]

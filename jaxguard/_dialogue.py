@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import pickle
+import re
 import select
 import signal
 import struct
@@ -22,7 +23,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _calls, _descriptors, _exceptions, _frames, _inherited, _keeper, _linux, _starting, _trials, _worker, errors
+from . import (
+    _calls,
+    _descriptors,
+    _exceptions,
+    _frames,
+    _inherited,
+    _keeper,
+    _linux,
+    _starting,
+    _trials,
+    _worker,
+    errors,
+)
 from ._leases import Lease
 
 _GRACE_S = 3.0
@@ -328,11 +341,12 @@ class Worker:
             try:
                 return _calls.unpack(frame.data[start:], frame.descriptors)
             except Exception as error:
+                kind = type(error).__name__
                 text = (
-                    f"the result of {talk.name} travelled, but cannot be unpickled here: {type(error).__name__}: {error}. "
+                    f"the result of {talk.name} travelled, but cannot be unpickled here: {kind}: {error}. "
                     "Return arrays, numbers, text, and containers or importable classes of them."
                 )
-                raise errors.RemoteError(text, type=type(error).__name__, text=str(error)) from error
+                raise errors.RemoteError(text, type=kind, text=str(error)) from error
         raise _exceptions.unpack(frame.data[start:])
 
     def _note_trust(self, facts: dict[str, Any]) -> None:
@@ -348,8 +362,7 @@ class Worker:
         if self._keeper_gone:
             what = "its keeper was killed, and it with it"
         elif number is not None:
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            what = f"ended by {name}{_LIKELY.get(number, '')}"
+            what = f"ended by {_signal_name(number)}{_LIKELY.get(number, '')}"
         elif code is not None:
             what = f"it left with exit code {code} (sys.exit or os._exit)"
         else:
@@ -368,14 +381,34 @@ class Worker:
         while time.monotonic() < until and not self.ended:
             now = os.fstat(self._started.stacks).st_size
             if now > before and now == size:
-                return os.pread(self._started.stacks, now - before, before).decode("utf-8", "replace").strip()
+                return _from_the_job_on(os.pread(self._started.stacks, now - before, before))
             size = now
             self._step(talk, 20, deaf=True)
         status = _linux.status(self.pid) if self.pid is not None else None
         return f"(no stacks: the worker is in state {status.state if status else 'gone'})"
 
 
-_LIKELY = {
+def _from_the_job_on(stacks: bytes) -> str:
+    """Leave out the frames below the user's function, which are the worker's own."""
+    lines, skipping = [], False
+    for line in stacks.decode("utf-8", "replace").strip().splitlines():
+        skipping = line.startswith("  ") and (skipping or bool(_OWN_FRAME.search(line)))
+        if not skipping:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+_OWN_FRAME = re.compile(r'jaxguard/_worker\.py", line \d+ in _do$')
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+_LIKELY: dict[int, str] = {
     signal.SIGKILL: ", most likely by the kernel for want of memory, or by hand",
     signal.SIGSEGV: ", a crash in native code",
     signal.SIGABRT: ", an abort in native code",

@@ -47,6 +47,7 @@ def end(exit_code: int) -> NoReturn:
 def _give_up(exit_code: int) -> None:
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
     where = f"threads {', '.join(names)}" if names else "atexit handlers"
-    print(f"jaxguard: the worker (pid {os.getpid()}) is ended {BOUND_S:.0f} s after its work: {where} still run", file=sys.stderr)  # noqa: T201
+    text = f"jaxguard: worker {os.getpid()} is ended {BOUND_S:.0f} s after its work: {where} still run\n"
+    sys.stderr.write(text)
     flush()
     os._exit(exit_code)

@@ -10,7 +10,7 @@ from typing import Any
 from . import _calls, errors
 
 
-class WorkerTraceback(Exception):  # noqa: N818 – stands in tracebacks as the cause, and says where it happened
+class WorkerTraceback(Exception):
     """Shows the worker's traceback above the exception that was raised from it."""
 
     def __str__(self) -> str:
@@ -20,8 +20,16 @@ class WorkerTraceback(Exception):  # noqa: N818 – stands in tracebacks as the 
 def pack(error: BaseException) -> bytes:
     """Pickle an exception with its text, whatever it is."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    facts = name, _text(error), "".join(traceback.format_exception(error)).rstrip()
+    facts = name, _text(error), _trace(error)
     return pickle.dumps((_survivor(error), facts))
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("jaxguard._"):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def _text(error: BaseException) -> str:

@@ -30,7 +30,7 @@ class Frame(NamedTuple):
     descriptors: list[int]
 
 
-class Closed(Exception):  # noqa: N818 – an event, caught where it is expected
+class Closed(Exception):
     """The other end is gone."""
 
 
@@ -113,24 +113,25 @@ class PollingPipe:
         Raises:
             Closed: If the other end is gone.
         """
-        try:
-            while self._outgoing:
-                view, descriptors = self._outgoing.popleft()
-                if not view:
-                    continue
-                try:
-                    part = view[:_CHUNK]
-                    sent = socket.send_fds(self.connection, [part], descriptors) if descriptors else self.connection.send(part)
-                except BlockingIOError:
-                    self._outgoing.appendleft((view, descriptors))
-                    return
+        while self._outgoing:
+            view, descriptors = self._outgoing.popleft()
+            if not view:
+                continue
+            part = view[:_CHUNK]
+            try:
+                sent = (
+                    socket.send_fds(self.connection, [part], descriptors) if descriptors else self.connection.send(part)
+                )
+            except BlockingIOError:
+                self._outgoing.appendleft((view, descriptors))
+                return
+            except OSError as error:
                 _descriptors.close(*descriptors)
-                if sent < len(view):
-                    self._outgoing.appendleft((view[sent:], []))
-        except OSError as error:
+                self._forget_outgoing()
+                raise Closed from error
             _descriptors.close(*descriptors)
-            self._forget_outgoing()
-            raise Closed from error
+            if sent < len(view):
+                self._outgoing.appendleft((view[sent:], []))
 
     def _forget_outgoing(self) -> None:
         while self._outgoing:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -18,7 +16,6 @@ from . import _descriptors, _devices, _guard, _holds, _interrupts, _jax_state, _
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_entered = threading.local()
 _kept: list[tuple[_leases.Lease, int]] = []
 """Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
 
@@ -49,16 +46,7 @@ class GpuSlot:
         if not callable(function):
             text = f"gpu_slot guards a function, not {function!r}. Its options are keyword-only."
             raise TypeError(text)
-        if (
-            inspect.isgeneratorfunction(function)
-            or inspect.iscoroutinefunction(function)
-            or inspect.isasyncgenfunction(function)
-        ):
-            text = (
-                f"{_guard.name_of(function)} is a generator or coroutine function: its body would run after the slot is "
-                "let go. Write `with gpu_slot():` inside it."
-            )
-            raise TypeError(text)
+        _guard.refuse_unfinished(function, "Write `with gpu_slot():` inside it.")
 
         @functools.wraps(function)
         def holding(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -68,17 +56,10 @@ class GpuSlot:
         return holding
 
     def __enter__(self) -> Slot:
-        opened = self._opened()
-        slot = opened.__enter__()
-        _stack().append((self, opened))
-        return slot
+        return _holds.enter(self, self._opened())
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        stack = _stack()
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index][0] is self:
-                return stack.pop(index)[1].__exit__(*exception)
-        raise RuntimeError("gpu_slot: this block was entered by another thread")
+    def __exit__(self, *exception: object) -> bool | None:
+        return _holds.leave(self, *exception)
 
     @contextmanager
     def _opened(self) -> Iterator[Slot]:
@@ -90,8 +71,8 @@ class GpuSlot:
             return
         if hold is not None:
             text = (
-                "gpu_slot was called inside `with isolated_jax_worker() as worker`, whose slot is for its workers. Give "
-                "the function to worker(...), or end that block first."
+                "gpu_slot was called inside `with isolated_jax_worker() as worker`, whose slot is for its workers. "
+                "Give the function to worker(...), or end that block first."
             )
             raise errors.JaxguardError(text)
         _linux.check_platform()
@@ -99,7 +80,10 @@ class GpuSlot:
         lease = self._take()
         try:
             slot = _slot(lease, self.gpus)
-            with _holds.opened(_holds.Hold(self.gpus, lease.nonce, lease.devices, slot)), _in_force(slot, lease, self.gpus):
+            with (
+                _holds.opened(_holds.Hold(self.gpus, lease.nonce, lease.devices, slot)),
+                _in_force(slot, lease, self.gpus),
+            ):
                 yield slot
         finally:
             _let_go(lease, self.gpus)
@@ -112,13 +96,7 @@ class GpuSlot:
                 lease.waited_s = 0.0
                 return lease
         with _interrupts.call("gpu_slot") as running:
-            found = _guard.slot(running, _guard.Options(gpus=self.gpus, slot_timeout=self.slot_timeout), keeper=False)
-        assert isinstance(found, _leases.Lease)  # noqa: S101 – for the type checker: no warm worker was asked for
-        return found
-
-
-def _stack() -> list[tuple[GpuSlot, AbstractContextManager[Slot]]]:
-    return _entered.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
+            return _guard.lease(running, _guard.Options(gpus=self.gpus, slot_timeout=self.slot_timeout))
 
 
 def _slot(lease: _leases.Lease, gpus: int) -> Slot:
@@ -138,8 +116,8 @@ def _refuse_started(gpus: int) -> None:
     wanted = _devices.request(gpus).candidates[0]
     if wanted.is_gpu:
         text = (
-            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}, before gpu_slot could choose its "
-            "devices. Open gpu_slot before the first JAX operation (jax.devices() and arrays count), or use "
+            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}, before gpu_slot could choose "
+            "its devices. Open gpu_slot before the first JAX operation (jax.devices() and arrays count), or use "
             "isolated_jax_worker, which starts JAX in a clean process."
         )
         raise errors.JaxAlreadyStarted(text)
@@ -202,22 +180,14 @@ def _let_go(lease: _leases.Lease, gpus: int) -> None:
         lease.close()
 
 
-def _after_fork_in_child() -> None:
-    global _entered  # noqa: PLW0603 – a child holds nothing
-    _entered = threading.local()
-    _kept.clear()
-
-
-_descriptors.after_fork_in_child(_after_fork_in_child)
+_descriptors.after_fork_in_child(_kept.clear)
 
 
 @overload
 def gpu_slot(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def gpu_slot(*, gpus: int = 1, slot_timeout: float = math.inf) -> GpuSlot: ...
-def gpu_slot(
-    function: Callable[..., Any] | None = None, /, *, gpus: int = 1, slot_timeout: float = math.inf
-) -> Any:
+def gpu_slot(function: Callable[..., Any] | None = None, /, *, gpus: int = 1, slot_timeout: float = math.inf) -> Any:
     """Hold devices for this process while a block or a function runs.
 
     Use it where the code itself must run in this process. If JAX has not started here, it starts on exactly these

@@ -7,6 +7,7 @@ and swept – lease closed – only then return or raise: the next call of this 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import os
@@ -17,14 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import (
     _calls,
     _descriptors,
     _devices,
-    _dialogue,
     _diagnosis,
+    _dialogue,
     _holds,
     _inherited,
     _interrupts,
@@ -41,6 +42,8 @@ from . import (
 )
 
 logger = logging.getLogger("jaxguard")
+
+Found = TypeVar("Found", bound=_leases.Lease | _dialogue.Worker)
 
 ATTRIBUTE = "jaxguard"
 """The user attribute of each guarded trial."""
@@ -65,6 +68,26 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
+def refuse_unfinished(function: object, instead: str) -> None:
+    """Raise for functions whose body runs after their call has returned.
+
+    Raises:
+        TypeError: The guard would let the slot go before the work begins.
+    """
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "a generator function": inspect.isgeneratorfunction,
+        "a coroutine function": inspect.iscoroutinefunction,
+        "an async generator function": inspect.isasyncgenfunction,
+    }
+    for kind, is_one in kinds.items():
+        if is_one(inner) or is_one(getattr(type(inner), "__call__", None)):  # noqa: B004 – the method itself
+            text = f"{name_of(inner)} is {kind}: its body would run after the slot is let go. {instead}"
+            raise TypeError(text)
+
+
 def call(function: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `function(*args, **kwargs)` in a worker of its own."""
     name = name_of(function)
@@ -76,7 +99,7 @@ def call(function: Callable[..., Any], options: Options, args: tuple[Any, ...], 
     with _interrupts.call(name) as running:
         packed = Packed(name, running.roots, function, args, kwargs)
         try:
-            found = slot(running, options, warm=options.reuse)
+            found = _lease_or_warm(running, options) if options.reuse else lease(running, options, for_worker=True)
             return converse(running, options, found, packed, last=not options.reuse, keep=keep_warm)
         finally:
             packed.close()
@@ -125,9 +148,9 @@ def _nested(
     asked = [word for word, is_asked in (("env", options.env), ("timeout", options.timeout < math.inf)) if is_asked]
     if asked:
         text = (
-            f"{name} was called inside another guarded call or gpu_slot, so it runs in that process; but its guard asks "
-            f"for {' and '.join(f'{word}=' for word in asked)}, which needs a process of its own. Put that on the outer "
-            "guard, or call it outside."
+            f"{name} was called inside another guarded call or gpu_slot, so it runs in that process; but its guard "
+            f"asks for {' and '.join(f'{word}=' for word in asked)}, which needs a process of its own. Put that on the "
+            "outer guard, or call it outside."
         )
         raise errors.JaxguardError(text)
     return function(*args, **kwargs)
@@ -175,35 +198,44 @@ def _pack(value: object, suspect: Any, name: str, roots: _trials.Roots) -> _call
 # ---------------------------------------------------------------- slot and worker
 
 
-def slot(
-    running: _interrupts.Call, options: Options, *, warm: bool = False, keeper: bool = True
-) -> _leases.Lease | _dialogue.Worker:
-    """Wait for a slot; a warm worker that fits brings its own."""
+def lease(running: _interrupts.Call, options: Options, *, for_worker: bool = False) -> _leases.Lease:
+    """Wait for a slot and take it."""
+    request = _request(running, options)
+    if for_worker:
+        _starting.warm_up()
+    return _queue(running, options, request, lambda: _leases.try_take(request.candidates, request.take))
+
+
+def _lease_or_warm(running: _interrupts.Call, options: Options) -> _leases.Lease | _dialogue.Worker:
+    """Take the warm worker that fits and the slot it has, or wait for either."""
+    request, key = _request(running, options), _key(options)
+
+    def attempt() -> _leases.Lease | _dialogue.Worker | None:
+        worker = _warm.take(key)
+        return _leases.try_take(request.candidates, request.take) if worker is None else worker
+
+    if (worker := _warm.take(key)) is not None:  # ahead of the line: it holds its slot already
+        worker.lease.waited_s = 0.0
+        return worker
+    _starting.warm_up()
+    return _queue(running, options, request, attempt)
+
+
+def _request(running: _interrupts.Call, options: Options) -> _devices.Request:
     _holds.refuse_under_ancestor(running.name)
     request = _devices.request(options.gpus)
     _refuse_occupied(request)
-    if keeper:
-        _starting.warm_up()
-    key = _key(options) if warm else None
+    return request
+
+
+def _queue(
+    running: _interrupts.Call, options: Options, request: _devices.Request, attempt: Callable[[], Found | None]
+) -> Found:
     began = time.monotonic()
-
-    def attempt() -> _leases.Lease | _dialogue.Worker | None:
-        if key is not None and (worker := _warm.take(key)) is not None:
-            return worker
-        return _leases.try_take(request.candidates, request.take)
-
-    found = None if key is None else _warm.take(key)  # ahead of the line: it holds its slot already
-    if found is None:
-        found = _line.wait(request, options.slot_timeout, attempt, running.wake, running.check)
-    lease = found if isinstance(found, _leases.Lease) else found.lease
-    lease.waited_s = time.monotonic() - began
+    found = _line.wait(request, options.slot_timeout, attempt, running.wake, running.check)
+    taken = found if isinstance(found, _leases.Lease) else found.lease
+    taken.waited_s = time.monotonic() - began
     return found
-
-
-def _key(options: Options) -> tuple[Any, ...]:
-    """Calls with the same key can share a warm worker."""
-    env = _starting.read_at_import(_environment(options))
-    return options.gpus, options.env, _settings.devices(), tuple(sorted(env.items()))
 
 
 def _refuse_occupied(request: _devices.Request) -> None:
@@ -218,6 +250,12 @@ def _refuse_occupied(request: _devices.Request) -> None:
             "JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
         )
         raise errors.JaxAlreadyStarted(text)
+
+
+def _key(options: Options) -> tuple[Any, ...]:
+    """Calls with the same key can share a warm worker."""
+    env = _starting.read_at_import(_environment(options))
+    return options.gpus, options.env, _settings.devices(), tuple(sorted(env.items()))
 
 
 def converse(
@@ -317,7 +355,7 @@ def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue
         }
         try:
             trial.set_user_attr(ATTRIBUTE, value)
-        except Exception:  # noqa: BLE001 – the storage will tell Optuna itself; a finished trial takes no attributes
+        except Exception:
             logger.debug("the attribute %r of trial %s could not be set", ATTRIBUTE, trial, exc_info=True)
 
 

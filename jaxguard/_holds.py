@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _beacons, _descriptors, _settings, errors
 from ._devices import Device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,26 @@ def opened(hold: Hold) -> Iterator[None]:
             if stack[index] is hold:
                 del stack[index]
                 break
+
+
+def enter(guard: object, opened: AbstractContextManager[T]) -> T:
+    """Enter what a guard opened for a `with`, on this thread's own list: a guard itself keeps nothing."""
+    value = opened.__enter__()
+    _here.__dict__.setdefault("entered", []).append((guard, opened))
+    return value
+
+
+def leave(guard: object, *exception: Any) -> bool | None:
+    """Leave what `enter` entered last for this guard.
+
+    Raises:
+        RuntimeError: If another thread entered it.
+    """
+    entered: list[tuple[object, AbstractContextManager[Any]]] = getattr(_here, "entered", [])
+    for index in range(len(entered) - 1, -1, -1):
+        if entered[index][0] is guard:
+            return entered.pop(index)[1].__exit__(*exception)
+    raise RuntimeError("this block was entered by another thread: a hold belongs to the thread that opened it")
 
 
 def opened_for_process(hold: Hold) -> None:

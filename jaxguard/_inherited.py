@@ -100,7 +100,13 @@ def _warning_filters() -> list[tuple[str, str, bytes, str, int]]:
 def _pattern(text: Any) -> str:
     if text is None:
         return ""
-    return text if isinstance(text, str) and not text else rf"{re.escape(text)}\Z" if isinstance(text, str) else text.pattern
+    return (
+        text
+        if isinstance(text, str) and not text
+        else rf"{re.escape(text)}\Z"
+        if isinstance(text, str)
+        else text.pattern
+    )
 
 
 def _apply_warning_filters(filters: list[tuple[Any, str, bytes, str, int]]) -> None:

@@ -204,7 +204,7 @@ def _ask_the_main_thread() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _install_lock, _stopping  # noqa: PLW0603 – the parent's calls are not ours
+    global _install_lock, _stopping
     _active.clear()
     _install_lock, _stopping = threading.Lock(), None
 

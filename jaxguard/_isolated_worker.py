@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -15,8 +14,6 @@ from . import _devices, _dialogue, _guard, _holds, _interrupts, _leases, _line, 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_entered = threading.local()
 
 
 class Worker:
@@ -80,7 +77,7 @@ class Worker:
 class IsolatedJaxWorker:
     """A guard at rest: data. It opens a fresh hold for each call, and for each `with`."""
 
-    options: _guard.Options = _guard.Options()
+    options: _guard.Options
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
         """Guard a function."""
@@ -93,25 +90,17 @@ class IsolatedJaxWorker:
 
         if isinstance(function, functools.partial):
             guarded.__name__ = guarded.__qualname__ = _guard.name_of(function)
-            guarded.__wrapped__ = function  # type: ignore[attr-defined]
         else:
             functools.update_wrapper(guarded, function)
-            guarded.__wrapped__ = function  # type: ignore[attr-defined]  – a callable object's own says something else
-        guarded.__jaxguard__ = options  # type: ignore[attr-defined]
+        # Set here: a callable object that has a __wrapped__ of its own has passed that on.
+        vars(guarded).update(__wrapped__=function, __jaxguard__=options)
         return guarded
 
     def __enter__(self) -> Worker:
-        opened = self._opened()
-        worker = opened.__enter__()
-        _stack().append((self, opened))
-        return worker
+        return _holds.enter(self, self._opened())
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        stack = _stack()
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index][0] is self:
-                return stack.pop(index)[1].__exit__(*exception)
-        raise RuntimeError("isolated_jax_worker: this block was entered by another thread")
+    def __exit__(self, *exception: object) -> bool | None:
+        return _holds.leave(self, *exception)
 
     @contextmanager
     def _opened(self) -> Iterator[Worker]:
@@ -119,7 +108,7 @@ class IsolatedJaxWorker:
             yield Worker(self.options, None)
             return
         with _interrupts.call("isolated_jax_worker()") as running:
-            lease = _guard.slot(running, self.options)
+            lease = _guard.lease(running, self.options, for_worker=True)
         worker = Worker(self.options, lease)
         try:
             with _holds.opened(_holds.Hold(self.options.gpus, lease.nonce, lease.devices, call=worker)):
@@ -128,36 +117,18 @@ class IsolatedJaxWorker:
             worker.close()
 
 
-def _stack() -> list[tuple[IsolatedJaxWorker, AbstractContextManager[Worker]]]:
-    return _entered.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
-
-
 def unguarded(function: Callable[P, R]) -> Callable[P, R]:
     """The function under a guard: a worker that is asked for it already is what the guard would give."""
-    return function.__wrapped__ if hasattr(function, "__jaxguard__") else function  # type: ignore[attr-defined,no-any-return]
+    return vars(function)["__wrapped__"] if hasattr(function, "__jaxguard__") else function
 
 
-def _refuse(function: object) -> None:
+def _refuse(function: Any) -> None:
     """Raise for what cannot be guarded, with what to do instead."""
     name = getattr(function, "__qualname__", repr(function))
     if not callable(function):
         text = f"isolated_jax_worker guards a function, not {function!r}. Its options are keyword-only."
         raise TypeError(text)
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    kinds = {
-        "a generator function": inspect.isgeneratorfunction,
-        "a coroutine function": inspect.iscoroutinefunction,
-        "an async generator function": inspect.isasyncgenfunction,
-    }
-    for kind, is_one in kinds.items():
-        if is_one(inner) or is_one(getattr(inner, "__call__", None)):  # noqa: B004 – the method, not whether it is there
-            text = (
-                f"{name} is {kind}: its body would run after the guard has let the slot go. Guard a plain function that "
-                "does the work and returns the result."
-            )
-            raise TypeError(text)
+    _guard.refuse_unfinished(function, "Guard a plain function that does the work and returns the result.")
     if isinstance(function, type):
         text = f"{name} is a class: guard the function or method that does the work."
         raise TypeError(text)
@@ -171,7 +142,9 @@ def _refuse(function: object) -> None:
 
 def _is_hydra_main(function: Any) -> bool:
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_name == "decorated_main" and function.__globals__.get("__name__") == "hydra.main"
+    return (
+        code is not None and code.co_name == "decorated_main" and function.__globals__.get("__name__") == "hydra.main"
+    )
 
 
 @overload
@@ -273,8 +246,8 @@ def _checked_env(env: object) -> tuple[tuple[str, str | None], ...]:
             raise ValueError(text)
         if name in _devices.FROM_THE_LEASE or name in {_settings.HOLD, _settings.RUN}:
             text = (
-                f"env: {name} comes from the slot that a call holds, and cannot be set. Use gpus= (gpus=0 for the CPU), "
-                f"or {_settings.DEVICES} for the whole program."
+                f"env: {name} comes from the slot that a call holds, and cannot be set. Use gpus= (gpus=0 for the "
+                f"CPU), or {_settings.DEVICES} for the whole program."
             )
             raise ValueError(text)
     return tuple(sorted(env.items()))

@@ -28,7 +28,7 @@ def started() -> bool:
 
 
 def threads_of_xla() -> int:
-    """Count the threads that XLA started here: what a started JAX cannot hide (the way out if the door above closes)."""
+    """Count the threads that XLA started here, which a started JAX cannot hide: for the day the other door closes."""
     count = 0
     for task in os.listdir("/proc/self/task"):
         try:

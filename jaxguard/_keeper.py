@@ -155,7 +155,9 @@ class _Keeper:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            others = [other for worker in self._workers for other in (worker.pidfd, worker.line.detach(), *worker.lease)]
+            others = [
+                other for worker in self._workers for other in (worker.pidfd, worker.line.detach(), *worker.lease)
+            ]
             mine = [self._control.detach(), line.detach(), self._parent_pidfd, self._null, stdout, stderr]
             _descriptors.close(*others, *mine)
             self._begin(pipe, stacks, lease, by_exec=order == EXEC)

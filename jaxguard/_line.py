@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from . import _beacons, _descriptors, _leases, _linux, errors
 from ._devices import Device, Request
@@ -33,7 +33,11 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.5
 
 
 def wait(
-    request: Request, slot_timeout: float, attempt: Callable[[], Slot | None], wake: int, interrupted: Callable[[], None]
+    request: Request,
+    slot_timeout: float,
+    attempt: Callable[[], Slot | None],
+    wake: int,
+    interrupted: Callable[[], None],
 ) -> Slot:
     """Wait until `attempt` gives a slot.
 
@@ -65,7 +69,9 @@ def wait(
                 if left <= 0:
                     raise _timeout(request, now - began, holders, ahead)
                 if now >= warn_at:
-                    logger.warning("waiting for a slot since %.0f s: %s", now - began, describe(request, holders, ahead))
+                    logger.warning(
+                        "waiting for a slot since %.0f s: %s", now - began, describe(request, holders, ahead)
+                    )
                     warn_at = now + _WARN_EVERY_S
                 place.sleep(ahead[-1:] or holders, min(left, warn_at - now), wake)
     finally:
@@ -85,7 +91,7 @@ class _Place:
         self._stopped_since: dict[str, float] = {}
         self._look_again_s = _FIRST_LOOK_S
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> Self:
         try:
             for line in self._lines.values():
                 self._own.append(_beacons.light(_beacons.WAITER, line, self._ticket, self._nonce))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -33,7 +34,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the *thread* that forked it ends; right only under a single-threaded one."""
+    """Have the kernel kill this process when the *thread* that forked it ends: fork from single-threaded ones only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -100,7 +101,7 @@ def command(pid: int) -> str:
             words = [word.decode("utf-8", "replace") for word in file.read().split(b"\0") if word]
     except OSError:
         return "?"
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in itertools.pairwise(words):
         if before == "-m" or not word.startswith("-"):
             return " ".join(word.split())[:60]
     return words[0] if words else "?"

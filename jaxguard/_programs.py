@@ -35,13 +35,13 @@ class Counts:
             with self._lock:
                 self._hits += 1
 
-    def _duration(self, event: str, duration: float, **_: Any) -> None:
+    def _duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         with self._lock:
             if event == _COMPILED:
                 self._compiles += 1
-                self._compile_s += duration
+                self._compile_s += duration_secs
             elif event == _SAVED:
-                self._saved_s += max(0.0, duration)
+                self._saved_s += max(0.0, duration_secs)
 
     def take(self) -> dict[str, float]:
         """The counts under the names that the trial's attribute has; then begin again from zero.

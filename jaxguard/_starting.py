@@ -71,7 +71,9 @@ class Started:
 def read_at_import(env: dict[str, str]) -> dict[str, str]:
     """The part of an environment that a process cannot change after it has begun."""
     from_the_lease = {*_devices.FROM_THE_LEASE, "PJRT_NPROC"}  # JAX reads these when it starts; the worker sees to it
-    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in from_the_lease}
+    return {
+        name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in from_the_lease
+    }
 
 
 def preload() -> list[str]:
@@ -84,8 +86,9 @@ def preload() -> list[str]:
 
 class _KeeperOfThisProcess:
     def __init__(self) -> None:
-        from loky.backend import get_context, resource_tracker
         from multiprocessing import resource_tracker as standard_resource_tracker
+
+        from loky.backend import get_context, resource_tracker
 
         # Both trackers unblock SIGINT when they start: so they start before it is blocked.
         resource_tracker.ensure_running()
@@ -102,7 +105,9 @@ class _KeeperOfThisProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             arguments = (end, os.getpid(), preload(), mask, _worker.begin)
-            self._process = get_context("loky").Process(target=_keeper.main, args=arguments, name="jaxguard-keeper", env=env)
+            self._process = get_context("loky").Process(
+                target=_keeper.main, args=arguments, name="jaxguard-keeper", env=env
+            )
             _start_though_daemonic(self._process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -130,7 +135,7 @@ class _KeeperOfThisProcess:
 
 
 def _start_though_daemonic(process: Any) -> None:
-    """Start a process also from a daemonic one, which `multiprocessing` forbids for fear of orphans: ours ends by itself."""
+    """Start a process from a daemonic one too: `multiprocessing` forbids it for fear of orphans, ours ends itself."""
     config = vars(multiprocessing.current_process()).get("_config", {})
     daemonic = config.pop("daemon", None)
     try:
@@ -161,7 +166,7 @@ def warm_up() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _current, _lock  # noqa: PLW0603 – the keeper is the parent's, the lock may be held by nobody
+    global _current, _lock
     _current, _lock = None, threading.Lock()
 
 

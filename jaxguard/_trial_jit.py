@@ -125,7 +125,8 @@ def trial_jit(
         >>> float(trial_jit(step, traced={"lr": 0.5})(1.0, 1.0))
         0.5
     """
-    if traced is not None and not (isinstance(traced, Mapping) and all(isinstance(name, str) for name in traced)):
+    names: object = traced
+    if names is not None and not (isinstance(names, Mapping) and all(isinstance(name, str) for name in names)):
         text = f"traced must map names of arguments to values, as in traced={{'lr': lr}}, not {traced!r}"
         raise TypeError(text)
     if function is None:

@@ -24,6 +24,7 @@ from typing import Any
 from . import _calls, _descriptors, _exceptions, _frames
 
 Path = tuple[str, ...]
+_ENDED = "this trial belongs to a call that has ended: keep no trial between calls"
 
 
 # ---------------------------------------------------------------- in the parent
@@ -62,9 +63,7 @@ class Roots:
         try:
             with _resolving(self):
                 call, index, path, verb, args, kwargs = _calls.unpack(frame.data, frame.descriptors)
-            if call != self.call:
-                raise RuntimeError("this trial belongs to a call that has ended: keep no trial between calls")
-            target = self._walk(index, path)
+            target = self._walk(call, index, path)
             if verb == "call":
                 answer = target(*args, **kwargs)
                 _refuse_resident(answer, path)
@@ -80,7 +79,9 @@ class Roots:
         except Exception as error:  # noqa: BLE001 – it is the objective's to catch
             return _calls.Packed(_pack_failure(error), [])
 
-    def _walk(self, index: int, path: Path) -> Any:
+    def _walk(self, call: str, index: int, path: Path) -> Any:
+        if call != self.call:
+            raise RuntimeError(_ENDED)
         target = self.objects[index]
         for name in path:
             target = getattr(target, name)
@@ -153,14 +154,14 @@ _posted: deque[tuple[bytes, bytes]] = deque()
 
 def open_call(pipe: _frames.BlockingPipe, call: str) -> None:
     """From now on, remote objects of this call may use the pipe."""
-    global _pipe, _call, _pid  # noqa: PLW0603 – one worker, one pipe, one call at a time
+    global _pipe, _call, _pid
     with _turn:
         _pipe, _call, _pid = pipe, call, os.getpid()
 
 
 def close_call(kind: bytes, answer: _calls.Packed) -> None:
     """Send the call's answer; no thread that it left behind uses the pipe after it."""
-    global _pipe  # noqa: PLW0603 – see open_call
+    global _pipe
     with _turn:
         _send_posted()
         pipe, _pipe = _pipe, None
@@ -189,13 +190,15 @@ def _send_posted() -> None:
 
 def _ask(call: str, index: int, path: Path, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if os.getpid() != _pid:
-        raise RuntimeError("a trial can be used in the worker itself (from all its threads), not in its child processes")
+        raise RuntimeError(
+            "a trial can be used in the worker itself (from all its threads), not in its child processes"
+        )
     plain_args = tuple(map(_calls.without_jax, args))
     plain_kwargs = {name: _calls.without_jax(value) for name, value in kwargs.items()}
     request = _calls.pack((call, index, path, verb, plain_args, plain_kwargs), plain=True)
     with _turn:
         if _pipe is None or call != _call:
-            raise RuntimeError("this trial belongs to a call that has ended: keep no trial between calls")
+            raise RuntimeError(_ENDED)
         _pipe.send(b"R", request.data, request.descriptors)
         answer = _pipe.receive()
         _send_posted()
@@ -214,16 +217,16 @@ class Remote:
     def __init__(self, call: str, index: int, path: Path, is_trial: bool) -> None:  # noqa: FBT001 – pickled
         object.__setattr__(self, "_jaxguard_place", (call, index, path, is_trial))
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         # isinstance(trial, optuna.Trial) holds, as in an unguarded objective.
         optuna = sys.modules.get("optuna")
         _, _, path, is_trial = _place(self)
         if optuna is None:
             return Remote
         if is_trial and not path:
-            return optuna.trial.Trial  # type: ignore[no-any-return]
-        return optuna.study.Study if path in {(), ("study",)} else Remote  # type: ignore[no-any-return]
+            return optuna.trial.Trial
+        return optuna.study.Study if path in {(), ("study",)} else Remote
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -265,5 +268,5 @@ def _remote(call: str, index: int, path: Path, is_trial: bool) -> Any:  # noqa: 
     """Rebuild: in the parent that serves it, a remote object is the real one again."""
     roots: Roots | None = getattr(_context, "roots", None)
     if roots is not None and roots.call == call:
-        return roots._walk(index, path)  # noqa: SLF001 – same module
+        return roots._walk(call, index, path)  # noqa: SLF001 – same module
     return Remote(call, index, path, is_trial)

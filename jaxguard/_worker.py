@@ -46,7 +46,7 @@ _AFTER_EXEC = "import sys; sys.path[:] = {path!r}; from jaxguard import _worker;
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker needs to know before any user code runs. Pickled by the parent, read before anything is imported."""
+    """What a worker needs to know before any user code runs; read before anything else is imported."""
 
     env: dict[str, str]
     path: list[str]
@@ -150,10 +150,9 @@ def _import(names: list[str]) -> None:
 def _fresh_streams() -> None:
     """Streams of this process: the keeper's, after a fork, have its buffers."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        raw = open(descriptor, "wb", buffering=0 if name == "stderr" else -1, closefd=False)  # noqa: SIM115 – lives as long as we do
-        stream = io.TextIOWrapper(
-            raw, "utf-8", "backslashreplace", line_buffering=True, write_through=name == "stderr"
-        )
+        unbuffered = 0 if name == "stderr" else -1
+        raw = open(descriptor, "wb", buffering=unbuffered, closefd=False)  # noqa: SIM115 – it lives as long as we do
+        stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True, write_through=name == "stderr")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.stdin = sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115 – as above
@@ -246,7 +245,11 @@ class _Desk:
             import jax
 
             if jax.default_backend() == "cpu":
-                text = f"the leased GPU {', '.join(device.id for device in self._setup.devices)} did not come up in JAX: it ran on the CPU"
+                names = ", ".join(device.id for device in self._setup.devices)
+                text = (
+                    f"the leased GPU {names} did not come up in JAX, which ran on the CPU instead. Look at JAX's warning "
+                    "above, and whether the CUDA plugin is installed and fits this jaxlib and driver."
+                )
                 raise errors.NoDevices(text)
 
     @staticmethod

@@ -34,7 +34,7 @@ def jaxguard_inline() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def jaxguard_slot() -> Iterator[Any]:
-    """A slot for this test process (each pytest-xdist worker is one): tests that use JAX here have its devices alone."""
+    """A slot for this test process (each pytest-xdist worker is one): tests that use JAX here have its devices."""
     from ._gpu_slot import gpu_slot
 
     with gpu_slot() as slot:

@@ -32,7 +32,8 @@ def fake_slots(count: int) -> Iterator[None]:
         ...     slot_count()
         3
     """
-    if not isinstance(count, int) or isinstance(count, bool):
+    given: object = count
+    if not isinstance(given, int) or isinstance(given, bool):
         text = f"fake_slots takes a whole number, not {count!r}"
         raise TypeError(text)
     if count < 1:

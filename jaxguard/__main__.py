@@ -1,0 +1,107 @@
+"""The command line: `jaxguard`, the same as `python -m jaxguard`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+INTERRUPTED = 130
+"""Exit status of a command that was ended by Ctrl-C, as shells give it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The words after `jaxguard`; by default those of this process.
+
+    Returns:
+        The exit status: 0, or 1 if the command failed, or 130 if Ctrl-C ended it.
+
+    Raises:
+        SystemExit: With status 2 if the words are not understood, with 0 after `--help` and `--version`.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.command(options))
+    except KeyboardInterrupt:
+        print("jaxguard: interrupted", file=sys.stderr)  # noqa: T201 -- for a terminal
+        return INTERRUPTED
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from . import _demo
+
+    return _demo.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxguard", description="Guards for parallel JAX trials on one host.")
+    parser.add_argument("--version", action=_Version, help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="tune a small network on handwritten digits, as an example",
+        description=(
+            "Tune a small convolutional network on handwritten digits: an Optuna study, with pruning, in which each "
+            "trial runs in a process of its own. Takes about a minute on two cores."
+        ),
+    )
+    demo.add_argument(
+        "--trials", type=_whole(1), default=24, metavar="N", help="how many trials to run (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--jobs",
+        type=_whole(1),
+        metavar="N",
+        help="how many trials to run side by side (default: as many as there are slots)",
+    )
+    demo.add_argument(
+        "--seed",
+        type=_whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="where the sampler starts; with one job, the same seed gives the same study (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--storage",
+        metavar="URL",
+        help="where to keep the study, such as sqlite:///demo.db; run again to add trials (default: in memory)",
+    )
+    demo.set_defaults(command=_demo, refuse=demo.error)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Look the version up only when it is asked for: the search for it takes longer than all else here."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002 -- argparse's name
+        super().__init__(option_strings, dest, nargs=0, help=help, default=argparse.SUPPRESS)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"jaxguard {version('jaxguard')}")  # noqa: T201 -- this is what was asked for
+        parser.exit()
+
+
+def _whole(low: int, high: float = inf) -> Callable[[str], int]:
+    limits = f"of at least {low}" if high == inf else f"from {low} to {high}"
+
+    def read(text: str) -> int:
+        if not text.strip().isdecimal() or not low <= int(text) <= high:
+            message = f"{text!r} is not a whole number {limits}"
+            raise argparse.ArgumentTypeError(message)
+        return int(text)
+
+    return read
+
+
+if __name__ == "__main__":
+    sys.exit(main())
