@@ -66,7 +66,7 @@ def new_network(width: int) -> Weights:
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(random.normal(0, math.sqrt(2 / math.prod(shape[:-1])), shape), dtype=jnp.float32)
+        return jnp.asarray(random.normal(0, math.sqrt(2 / math.prod(shape[:-1])), shape).astype(np.float32))
 
     return {
         "conv1": draw(3, 3, 1, width),

@@ -113,12 +113,16 @@ def _refuse_started(gpus: int) -> None:
     if not _jax_state.started() or _kept:
         return
     devices = _jax_state.local_devices()
-    wanted = _devices.request(gpus).candidates[0]
-    if wanted.is_gpu:
+    request = _devices.request(gpus)
+    if request.candidates[0].is_gpu:
+        seen = sum(device.platform == "gpu" for device in devices)
+        if seen and gpus == len(request.candidates):
+            return  # it sees no GPU that it will not hold
         text = (
-            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}, before gpu_slot could choose "
-            "its devices. Open gpu_slot before the first JAX operation (jax.devices() and arrays count), or use "
-            "isolated_jax_worker, which starts JAX in a clean process."
+            f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}{_jax_state.starters()}, before "
+            f"gpu_slot could choose its devices. Open gpu_slot before the first JAX operation (jax.devices() and "
+            f"arrays count), hold all that JAX sees (gpus={len(request.candidates)}), or use isolated_jax_worker, "
+            "which starts JAX in a clean process."
         )
         raise errors.JaxAlreadyStarted(text)
     if len(devices) < gpus:

@@ -240,16 +240,22 @@ def _queue(
 
 def _refuse_occupied(request: _devices.Request) -> None:
     """A parent whose own JAX sits on the only GPUs that could serve would make its trials wait or die for ever."""
+    global _warned  # noqa: PLW0603 – once per process
     if not request.candidates[0].is_gpu or not _jax_state.started():
         return
     mine = [device for device in _jax_state.local_devices() if device.platform == "gpu"]
-    if mine and len(request.candidates) - len(mine) < request.take:
-        text = (
-            f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {len(request.candidates)} GPUs "
-            "that its trials could use, and keeps their memory until it ends. Start the program with "
-            "JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
-        )
+    if not mine:
+        return
+    text = (
+        f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {len(request.candidates)} GPUs "
+        f"that its trials could use{_jax_state.starters()}, and keeps their memory until it ends. Start the program "
+        "with JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
+    )
+    if len(request.candidates) - len(mine) < request.take:
         raise errors.JaxAlreadyStarted(text)
+    if not _warned:
+        _warned = True
+        logger.warning(text)
 
 
 def _key(options: Options) -> tuple[Any, ...]:
@@ -359,4 +365,5 @@ def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue
             logger.debug("the attribute %r of trial %s could not be set", ATTRIBUTE, trial, exc_info=True)
 
 
+_warned = False
 _COUNTED = ("compiles", "compile_s", "cache_hits", "saved_s", "peak_memory_bytes")

@@ -44,6 +44,22 @@ def local_devices() -> list[Any]:
     return list(sys.modules["jax"].local_devices()) if started() else []
 
 
+def starters() -> str:
+    """Name modules that have JAX arrays at their top level: most likely one of them started JAX at import."""
+    jax = sys.modules.get("jax")
+    if jax is None or not started():
+        return ""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in {"jax", "jaxlib", "jaxguard"}:
+            continue
+        for variable, value in list(getattr(module, "__dict__", {}).items()):
+            if type(value).__module__.startswith("jaxlib") and isinstance(value, jax.Array):
+                found.append(f"{name}.{variable}")
+                break
+    return f" (arrays at the top level of a module start it: {', '.join(found[:3])})" if found else ""
+
+
 def refuse_if_forked(what: str) -> None:
     """Raise in a process that was forked from one in which JAX had started.
 

@@ -247,8 +247,8 @@ class _Desk:
             if jax.default_backend() == "cpu":
                 names = ", ".join(device.id for device in self._setup.devices)
                 text = (
-                    f"the leased GPU {names} did not come up in JAX, which ran on the CPU instead. Look at JAX's warning "
-                    "above, and whether the CUDA plugin is installed and fits this jaxlib and driver."
+                    f"the leased GPU {names} did not come up in JAX, which ran on the CPU. See JAX's warning above, "
+                    "and whether the CUDA plugin is installed and fits this jaxlib and driver."
                 )
                 raise errors.NoDevices(text)
 
