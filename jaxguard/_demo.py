@@ -288,8 +288,8 @@ def progress(total: int) -> Iterator[Callable[[optuna.Study, optuna.trial.Frozen
                     bar.set_description(f"best {best.value:.4f}", refresh=False)
                 bar.update()
 
-        above = _AboveTheBar(stdout, bar), _AboveTheBar(stderr, bar)
-        sys.stdout, sys.stderr = above  # type: ignore[assignment]
+        above = _AboveTheBar(stdout, bar=stderr), _AboveTheBar(stderr, bar=stderr)
+        sys.stdout, sys.stderr = above
         failures = _Failures()
         logger = logging.getLogger("optuna")
         logger.addHandler(failures)
@@ -305,14 +305,14 @@ def progress(total: int) -> Iterator[Callable[[optuna.Study, optuna.trial.Frozen
 class _AboveTheBar:
     """A stream that takes the bar away while it writes whole lines. tqdm's own does so for one of two streams only."""
 
-    def __init__(self, stream: TextIO, bar: tqdm[Any]) -> None:
+    def __init__(self, stream: TextIO, *, bar: TextIO) -> None:
         self._stream, self._bar, self._begun = stream, bar, ""
 
     def write(self, text: str) -> int:  # by any thread
-        with self._bar.get_lock():
+        with tqdm.get_lock():
             lines, end, self._begun = (self._begun + text).rpartition("\n")
             if end:
-                with self._bar.external_write_mode(file=self._bar.fp):
+                with tqdm.external_write_mode(file=self._bar):
                     self._stream.write(lines + end)
                     self._stream.flush()
         return len(text)

@@ -6,6 +6,7 @@ shares of the cores this process may use, each user's own.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -243,6 +244,7 @@ def _numbered(gpus: list[Device]) -> tuple[Device, ...]:
     return tuple(Device(g.id, i, g.kind, g.memory_bytes, g.lock, g.line) for i, g in enumerate(gpus))
 
 
+@functools.cache
 def _cuda_plugin() -> str | None:
     names = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     return next((name for name in names if importlib.util.find_spec(name) is not None), None)

@@ -95,7 +95,7 @@ class Worker:
 
     def __init__(self, lease: Lease, key: object, setup: _worker.Setup, lease_env: dict[str, str], mark: str) -> None:
         self.lease = lease
-        self.lease_env = lease_env
+        self._lease_env = lease_env
         self.key = key
         self.pid: int | None = None
         self.ended = False
@@ -142,6 +142,7 @@ class Worker:
 
     def change(self, env: dict[str, str], picture: bytes) -> None:
         """Tell a warm worker what the parent has changed since its last call."""
+        env = env | self._lease_env
         news = env if env != self._env else None, picture if picture != self._picture else None
         if news != (None, None):
             self._env, self._picture = env, picture

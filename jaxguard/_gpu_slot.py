@@ -11,7 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import _descriptors, _devices, _guard, _holds, _interrupts, _jax_state, _leases, _line, _linux, _settings, errors
+from . import (
+    _descriptors,
+    _devices,
+    _guard,
+    _holds,
+    _interrupts,
+    _jax_state,
+    _leases,
+    _line,
+    _linux,
+    _packing,
+    _settings,
+    errors,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,7 +109,7 @@ class GpuSlot:
                 lease.waited_s = 0.0
                 return lease
         with _interrupts.call("gpu_slot") as running:
-            return _guard.lease(running, _guard.Options(gpus=self.gpus, slot_timeout=self.slot_timeout))
+            return _guard.lease(running, _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout))
 
 
 def _slot(lease: _leases.Lease, gpus: int) -> Slot:

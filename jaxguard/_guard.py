@@ -11,23 +11,17 @@ import inspect
 import logging
 import math
 import os
-import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from . import (
-    _calls,
-    _descriptors,
     _devices,
-    _diagnosis,
     _dialogue,
     _holds,
-    _inherited,
     _interrupts,
     _jax_state,
     _leases,
@@ -35,11 +29,11 @@ from . import (
     _linux,
     _settings,
     _starting,
-    _trials,
     _warm,
     _worker,
     errors,
 )
+from ._packing import Options, PackedCall, check_travels
 
 logger = logging.getLogger("jaxguard")
 
@@ -48,17 +42,6 @@ Found = TypeVar("Found", bound=_leases.Lease | _dialogue.Worker)
 ATTRIBUTE = "jaxguard"
 """The user attribute of each guarded trial."""
 _ATTRIBUTE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a guard was given."""
-
-    gpus: int = 1
-    timeout: float = math.inf
-    slot_timeout: float = math.inf
-    reuse: bool = False
-    env: tuple[tuple[str, str | None], ...] = ()
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -97,23 +80,33 @@ def call(function: Callable[..., Any], options: Options, args: tuple[Any, ...], 
         return _nested(hold, function, options, name, args, kwargs)
     _linux.check_platform()
     with _interrupts.call(name) as running:
-        packed = Packed(name, running.roots, function, args, kwargs)
+        _starting.warm_up()  # the keeper imports while this call packs and waits
+        packed = PackedCall(name, running.roots, options, function, args, kwargs)
         try:
-            found = _lease_or_warm(running, options) if options.reuse else lease(running, options, for_worker=True)
-            return converse(running, options, found, packed, last=not options.reuse, keep=keep_warm)
+            found = _lease_or_warm(running, options, packed.key) if options.reuse else lease(running, options)
+            worker = found if isinstance(found, _dialogue.Worker) else _start_or_close(found, options, packed)
+            return converse(running, options, worker, packed, keep=_keep_warm if options.reuse else _let_go)
         finally:
             packed.close()
 
 
-def keep_warm(worker: _dialogue.Worker) -> None:
+def _start_or_close(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialogue.Worker:
+    try:
+        return start(lease, options, packed)
+    except BaseException:
+        lease.close()
+        raise
+
+
+def _keep_warm(worker: _dialogue.Worker) -> None:
     """After a call: keep the worker for the next one, if it is still to be trusted."""
     if worker.ended:
-        let_go(worker)
+        _let_go(worker)
     else:
         _warm.keep(worker)
 
 
-def let_go(worker: _dialogue.Worker) -> None:
+def _let_go(worker: _dialogue.Worker) -> None:
     """After the last call of a worker: its slot is free."""
     worker.close()
     worker.lease.close()
@@ -128,7 +121,7 @@ _inline_turn = threading.RLock()
 
 def _inline(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run in this process, after making sure that all of it could have travelled."""
-    Packed(name, _trials.Roots("inline"), function, args, kwargs).close()
+    check_travels(name, function, args, kwargs)
     with _inline_turn:
         return function(*args, **kwargs)
 
@@ -156,59 +149,18 @@ def _nested(
     return function(*args, **kwargs)
 
 
-# ---------------------------------------------------------------- what travels
-
-
-class Packed:
-    """A call, ready to travel."""
-
-    def __init__(
-        self,
-        name: str,
-        roots: _trials.Roots,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        reference = _calls.reference(function)
-        self.function = _pack(function if reference is None else reference, function, name, roots)
-        try:
-            self.arguments = _pack((args, kwargs), (args, kwargs), name, roots)
-        except BaseException:
-            _descriptors.close(*self.function.descriptors)
-            raise
-
-    def hand_over(self) -> tuple[_calls.Packed, _calls.Packed]:
-        """Give the parts with their descriptors away."""
-        parts = self.function, self.arguments
-        self.function, self.arguments = (part._replace(descriptors=[]) for part in parts)
-        return parts
-
-    def close(self) -> None:
-        _descriptors.close(*self.function.descriptors, *self.arguments.descriptors)
-
-
-def _pack(value: object, suspect: Any, name: str, roots: _trials.Roots) -> _calls.Packed:
-    try:
-        return _calls.pack(value, plain=False, replace=roots.replace)
-    except Exception as error:
-        raise TypeError(_diagnosis.explain(suspect, name, error, roots.replace)) from error
-
-
 # ---------------------------------------------------------------- slot and worker
 
 
-def lease(running: _interrupts.Call, options: Options, *, for_worker: bool = False) -> _leases.Lease:
+def lease(running: _interrupts.Call, options: Options) -> _leases.Lease:
     """Wait for a slot and take it."""
     request = _request(running, options)
-    if for_worker:
-        _starting.warm_up()
     return _queue(running, options, request, lambda: _leases.try_take(request.candidates, request.take))
 
 
-def _lease_or_warm(running: _interrupts.Call, options: Options) -> _leases.Lease | _dialogue.Worker:
+def _lease_or_warm(running: _interrupts.Call, options: Options, key: Hashable) -> _leases.Lease | _dialogue.Worker:
     """Take the warm worker that fits and the slot it has, or wait for either."""
-    request, key = _request(running, options), _key(options)
+    request = _request(running, options)
 
     def attempt() -> _leases.Lease | _dialogue.Worker | None:
         worker = _warm.take(key)
@@ -217,7 +169,6 @@ def _lease_or_warm(running: _interrupts.Call, options: Options) -> _leases.Lease
     if (worker := _warm.take(key)) is not None:  # ahead of the line: it holds its slot already
         worker.lease.waited_s = 0.0
         return worker
-    _starting.warm_up()
     return _queue(running, options, request, attempt)
 
 
@@ -258,42 +209,24 @@ def _refuse_occupied(request: _devices.Request) -> None:
         logger.warning(text)
 
 
-def _key(options: Options) -> tuple[Any, ...]:
-    """Calls with the same key can share a warm worker."""
-    env = _starting.read_at_import(_environment(options))
-    return options.gpus, options.env, _settings.devices(), tuple(sorted(env.items()))
-
-
 def converse(
     running: _interrupts.Call,
     options: Options,
-    found: _leases.Lease | _dialogue.Worker,
-    packed: Packed,
+    worker: _dialogue.Worker,
+    packed: PackedCall,
     *,
-    last: bool,
     keep: Callable[[_dialogue.Worker], None],
 ) -> Any:
-    """Run a packed call in a worker: the warm one that was found, or a new one on the lease that was found.
-
-    Whatever happens, `keep` gets the worker back (ended, if `last`), or the lease is closed.
-    """
+    """Run a packed call in a worker; whatever happens, `keep` gets the worker afterwards."""
     began = time.monotonic()
-    if isinstance(found, _leases.Lease):
-        try:
-            worker = new_worker(found, options)
-        except BaseException:
-            found.close()
-            raise
-    else:
-        worker = found
-        worker.change(_environment(options) | worker.lease_env, _picture(options))
     talk = _dialogue.Talk(running.name, running.roots, options.timeout, running.interrupted)
     try:
+        worker.change(packed.env, packed.picture)
         running.end_worker = worker.kill
         if running.interrupted() is not None:  # between the slot and here
             worker.kill()
         function, arguments = packed.hand_over()
-        return worker.run(talk, function, arguments, last=last)
+        return worker.run(talk, function, arguments, last=not options.reuse)
     finally:
         running.end_worker = None
         try:
@@ -302,7 +235,7 @@ def converse(
             keep(worker)
 
 
-def new_worker(lease: _leases.Lease, options: Options) -> _dialogue.Worker:
+def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialogue.Worker:
     """Start a worker on a lease."""
     cores = _devices.cores_of(lease.devices, options.gpus)
     mark = _starting.new_mark()
@@ -311,38 +244,19 @@ def new_worker(lease: _leases.Lease, options: Options) -> _dialogue.Worker:
         _settings.HOLD: lease.nonce,
         _settings.RUN: mark,
     }
-    env = _environment(options)
-    if "PJRT_NPROC" not in env:
+    if "PJRT_NPROC" not in packed.env:
         lease_env["PJRT_NPROC"] = str(len(cores))
     setup = _worker.Setup(
-        env=env | lease_env,
+        env=packed.env | lease_env,
         path=[entry or os.getcwd() for entry in sys.path],
         cores=cores,
         gpus=options.gpus,
         devices=lease.devices,
         nonce=lease.nonce,
         preload=_starting.preload(),
-        picture=_picture(options),
+        picture=packed.picture,
     )
-    return _dialogue.Worker(lease, _key(options), setup, lease_env, mark)
-
-
-def _environment(options: Options) -> dict[str, str]:
-    """The environment of a worker, but for what comes from its lease: the user's own settings win."""
-    env = _devices.thread_variables() | dict(os.environ)
-    for name, value in options.env:
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
-
-
-def _picture(options: Options) -> bytes:
-    picture = _inherited.capture()
-    for name, _ in options.env:  # env= is nearer to the call than what the parent has set for itself
-        picture["jax"].pop(name.lower(), None)
-    return pickle.dumps(picture)
+    return _dialogue.Worker(lease, packed.key, setup, lease_env, mark)
 
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:

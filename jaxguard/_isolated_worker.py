@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import _devices, _dialogue, _guard, _holds, _interrupts, _leases, _line, _settings
+from . import _devices, _dialogue, _guard, _holds, _interrupts, _leases, _line, _packing, _settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,7 +19,7 @@ R = TypeVar("R")
 class Worker:
     """What `with isolated_jax_worker() as worker` gives: runs functions in the slot that the block holds."""
 
-    def __init__(self, options: _guard.Options, lease: _leases.Lease | None) -> None:
+    def __init__(self, options: _packing.Options, lease: _leases.Lease | None) -> None:
         self._options = options
         self._lease = lease
         self._warm: _dialogue.Worker | None = None
@@ -49,14 +49,23 @@ class Worker:
             raise RuntimeError("this worker's block has ended, and its slot with it: use it inside its `with`")
         name = _guard.name_of(function)
         with _interrupts.call(name) as running:
-            packed = _guard.Packed(name, running.roots, function, args, kwargs)
+            packed = _packing.PackedCall(name, running.roots, self._options, function, args, kwargs)
             try:
-                found = self._warm or _guard.new_worker(lease, self._options)
-                self._warm = None
-                last = not self._options.reuse
-                return _guard.converse(running, self._options, found, packed, last=last, keep=self._keep)
+                worker = self._take_warm(packed.key) or _guard.start(lease, self._options, packed)
+                return _guard.converse(running, self._options, worker, packed, keep=self._keep)
             finally:
                 packed.close()
+
+    def _take_warm(self, key: object) -> _dialogue.Worker | None:
+        """The worker of the last call, if it lives and its environment is still right."""
+        worker, self._warm = self._warm, None
+        if worker is None:
+            return None
+        worker.drain()
+        if not worker.ended and worker.key == key:
+            return worker
+        worker.end()
+        return None
 
     def _keep(self, worker: _dialogue.Worker) -> None:
         if not worker.ended and worker.trusted:
@@ -66,18 +75,20 @@ class Worker:
 
     def close(self) -> None:
         """End a warm worker and let the slot go."""
-        if self._warm is not None:
-            self._warm.end()
+        try:
+            if self._warm is not None:
+                self._warm.end()
+        finally:
             self._warm = None
-        if self._lease is not None:
-            self._lease.close()
+            if self._lease is not None:
+                self._lease.close()
 
 
 @dataclass(frozen=True, slots=True)
 class IsolatedJaxWorker:
     """A guard at rest: data. It opens a fresh hold for each call, and for each `with`."""
 
-    options: _guard.Options
+    options: _packing.Options
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
         """Guard a function."""
@@ -108,7 +119,7 @@ class IsolatedJaxWorker:
             yield Worker(self.options, None)
             return
         with _interrupts.call("isolated_jax_worker()") as running:
-            lease = _guard.lease(running, self.options, for_worker=True)
+            lease = _guard.lease(running, self.options)
         worker = Worker(self.options, lease)
         try:
             with _holds.opened(_holds.Hold(self.options.gpus, lease.nonce, lease.devices, call=worker)):
@@ -218,7 +229,7 @@ def isolated_jax_worker(
     if not isinstance(reuse, bool):
         text = f"reuse must be True or False, not {reuse!r}"
         raise TypeError(text)
-    guard = IsolatedJaxWorker(_guard.Options(gpus, timeout, slot_timeout, reuse, _checked_env(env)))
+    guard = IsolatedJaxWorker(_packing.Options(gpus, timeout, slot_timeout, reuse, _checked_env(env)))
     return guard if function is None else guard(function)
 
 

@@ -7,6 +7,7 @@ that execs, all others one that forks.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import multiprocessing
 import os
@@ -76,6 +77,11 @@ def read_at_import(env: dict[str, str]) -> dict[str, str]:
     }
 
 
+def thread_variables() -> dict[str, str]:
+    """What the keeper has told the numerical libraries, and so what every worker is told."""
+    return dict(_keeper_of_this_process().thread_variables)
+
+
 def preload() -> list[str]:
     """What a worker has imported before any user code."""
     return [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
@@ -93,8 +99,8 @@ class _KeeperOfThisProcess:
         # Both trackers unblock SIGINT when they start: so they start before it is blocked.
         resource_tracker.ensure_running()
         standard_resource_tracker.ensure_running()
-        # As every worker's environment, see `_guard`; and None cannot be said to loky, so what is unset stays.
-        env = {name: value for name, value in _devices.thread_variables().items() if name not in os.environ}
+        self.thread_variables = _devices.thread_variables()
+        env = {name: value for name, value in self.thread_variables.items() if name not in os.environ}
         self.read_at_import = read_at_import({**os.environ, **env})
         with _descriptors.creating():
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -156,8 +162,19 @@ def _keeper_of_this_process() -> _KeeperOfThisProcess:
             _current.bury()
             _current = None
         if _current is None:
+            atexit.unregister(_dismiss)
+            atexit.register(_dismiss)
             _current = _KeeperOfThisProcess()
         return _current
+
+
+def _dismiss() -> None:
+    """At exit, after idle workers were retired: they were registered later."""
+    global _current  # noqa: PLW0603 – as above
+    with _lock:
+        if _current is not None:
+            _current.bury()
+            _current = None
 
 
 def warm_up() -> None:

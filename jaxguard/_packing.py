@@ -1,0 +1,107 @@
+"""A call, ready to travel: all that is decided before anybody waits for a slot.
+
+The function and its arguments, pickled; the environment that the worker will have; a picture of what the parent has
+set at this moment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import _calls, _descriptors, _diagnosis, _inherited, _settings, _starting, _trials
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a guard was given."""
+
+    gpus: int = 1
+    timeout: float = math.inf
+    slot_timeout: float = math.inf
+    reuse: bool = False
+    env: tuple[tuple[str, str | None], ...] = ()
+
+
+class PackedCall:
+    """A call, ready to travel."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: _trials.Roots,
+        options: Options,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.function, self.arguments = _pack_both(name, roots, function, args, kwargs)
+        try:
+            self.env = _environment(options)
+            self.picture = _picture(options)
+        except BaseException:
+            self.close()
+            raise
+        self.key = key(options, self.env)
+
+    def hand_over(self) -> tuple[_calls.Packed, _calls.Packed]:
+        """Give the function and the arguments away, with their descriptors."""
+        parts = self.function, self.arguments
+        self.function, self.arguments = (part._replace(descriptors=[]) for part in parts)
+        return parts
+
+    def close(self) -> None:
+        """Close what was not given away."""
+        _descriptors.close(*self.function.descriptors, *self.arguments.descriptors)
+
+
+def key(options: Options, env: dict[str, str]) -> tuple[Any, ...]:
+    """Calls with the same key can share a warm worker."""
+    return options.gpus, options.env, _settings.devices(), tuple(sorted(_starting.read_at_import(env).items()))
+
+
+def check_travels(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what a guarded call would raise if any of this cannot travel."""
+    for part in _pack_both(name, _trials.Roots("inline"), function, args, kwargs):
+        _descriptors.close(*part.descriptors)
+
+
+def _pack_both(
+    name: str, roots: _trials.Roots, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_calls.Packed, _calls.Packed]:
+    reference = _calls.reference(function)
+    first = _pack(function if reference is None else reference, function, name, roots)
+    try:
+        return first, _pack((args, kwargs), (args, kwargs), name, roots)
+    except BaseException:
+        _descriptors.close(*first.descriptors)
+        raise
+
+
+def _pack(value: object, suspect: Any, name: str, roots: _trials.Roots) -> _calls.Packed:
+    try:
+        return _calls.pack(value, plain=False, replace=roots.replace)
+    except Exception as error:
+        raise TypeError(_diagnosis.explain(suspect, name, error, roots.replace)) from error
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """The environment of a worker, but for what comes from its lease: the user's own settings win."""
+    env = _starting.thread_variables() | dict(os.environ)
+    for name, value in options.env:
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def _picture(options: Options) -> bytes:
+    picture = _inherited.capture()
+    for name, _ in options.env:  # env= is nearer to the call than what the parent has set for itself
+        picture["jax"].pop(name.lower(), None)
+    return pickle.dumps(picture)
