@@ -96,6 +96,8 @@ def refuse_under_ancestor(name: str) -> None:
     if not word:
         return
     holder = next((beacon for beacon in _beacons.seen() if beacon.nonce == word), None)
+    if holder is not None and holder.pid == os.getpid():
+        return  # another thread of this process holds it: not an ancestor, it ends by itself
     if holder is not None:
         text = (
             f"{name} was called in a child process (pid {os.getpid()}) of a trial or gpu_slot block that holds a slot "
