@@ -73,7 +73,12 @@ class Lease:
     @property
     def descriptors(self) -> list[int]:
         """What another process needs to hold the lease too."""
-        return [self._locks, *(beacon.fileno() for beacon in self._beacons)]
+        return [self._locks, *self.doorbells]
+
+    @property
+    def doorbells(self) -> list[int]:
+        """What becomes readable when somebody begins to wait for this lease to end."""
+        return [beacon.fileno() for beacon in self._beacons]
 
     def foreign_waiters(self) -> bool:
         """Say whether another process is connected to a beacon of this lease, waiting for it to end."""

@@ -93,7 +93,7 @@ class _House:
                     return
                 poll = select.poll()
                 for worker in self._idle:
-                    for descriptor in worker.descriptors:
+                    for descriptor in (*worker.descriptors, *worker.lease.doorbells):
                         poll.register(descriptor, select.POLLIN)
             self._retire(out)
             # A worker that was taken meanwhile has its descriptors in there too: one look too many does no harm.

@@ -1,0 +1,219 @@
+"""Fixtures that every test file shares: slots of one's own, the ways to start a worker, scripts, patience."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import jaxguard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# A variable that JAX or BLAS reads at import and that no forked worker can have: it forces the exec way.
+EXEC_ENV = {"OMP_DYNAMIC": "FALSE"}
+TRACKERS = ("resource_tracker", "semaphore_tracker")
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """`isolated_jax_worker` with the start way and `reuse` of this test filled in."""
+
+    way: str
+    reuse: bool
+
+    def __call__(self, function: Any = None, /, **options: Any) -> Any:
+        """Decorate `function`, or give the decorator and context manager, like the real one."""
+        options = {"reuse": self.reuse, **options}
+        if self.way == "exec":
+            options["env"] = {**EXEC_ENV, **(options.get("env") or {})}
+        if function is None:
+            return jaxguard.isolated_jax_worker(**options)
+        return jaxguard.isolated_jax_worker(function, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What a script left behind."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+    def check(self) -> Finished:
+        """Fail with all that the script said unless it ended with 0."""
+        assert self.returncode == 0, f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        return self
+
+
+@pytest.fixture(autouse=True)
+def slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give the test two CPU slots in a namespace of its own; `slots(n)` asks for another number."""
+    name = f"test{uuid.uuid4().hex[:12]}"
+
+    def set_slots(number: int) -> None:
+        monkeypatch.setenv("JAXGUARD_DEVICES", f"cpu:{number}@{name}")
+
+    monkeypatch.delenv("JAXGUARD_INLINE", raising=False)
+    set_slots(2)
+    return set_slots
+
+
+@pytest.fixture(params=["fork-fresh", "fork-warm", "exec-fresh", "exec-warm"])
+def guard(request: pytest.FixtureRequest) -> Guard:
+    """Give `isolated_jax_worker` once for each start way and each `reuse`."""
+    way, _, kept = request.param.partition("-")
+    return Guard(way=way, reuse=kept == "warm")
+
+
+@pytest.fixture
+def fresh_guard() -> Guard:
+    """Give `isolated_jax_worker` in its cheapest form, where the four forms would cost too much."""
+    return Guard(way="fork", reuse=False)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Give a function that waits for a condition, with a bound, and says what it waited for."""
+
+    def wait(condition: Callable[[], object], what: str, *, timeout: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {timeout} s in vain: {what}")
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def run_python(tmp_path: pathlib.Path) -> Callable[..., Finished]:
+    """Give a function that runs `code` in a Python of its own and returns what it printed and how it ended."""
+    # A script does not see what pytest put on sys.path, so the package's place travels by PYTHONPATH.
+    place = str(pathlib.Path(jaxguard.__file__).resolve().parents[1])
+
+    def run(  # noqa: PLR0913 - each option is one way in which users start a script
+        code: str,
+        *,
+        args: Sequence[str] = (),
+        how: str = "file",
+        env: dict[str, str | None] | None = None,
+        cwd: pathlib.Path | None = None,
+        timeout: float = 90.0,
+    ) -> Finished:
+        """`how`: "file", "-c" or "stdin"; a None in `env` unsets."""
+        script = tmp_path / f"script_{uuid.uuid4().hex[:8]}.py"
+        script.write_text(code, encoding="utf-8")
+        command = [sys.executable, *{"file": [str(script)], "-c": ["-c", code], "stdin": ["-"]}[how], *args]
+        merged = {**os.environ, **(env or {})}
+        path = [place, *filter(None, [merged.get("PYTHONPATH")])]
+        merged["PYTHONPATH"] = os.pathsep.join(path)
+        # Files, not pipes: a process that outlives the script would keep a pipe open and hang the test.
+        out, err = script.with_suffix(".out"), script.with_suffix(".err")
+        with out.open("wb") as o, err.open("wb") as e, script.open("rb") as i:
+            process = subprocess.Popen(
+                command,
+                stdin=i if how == "stdin" else subprocess.DEVNULL,
+                stdout=o,
+                stderr=e,
+                env={k: v for k, v in merged.items() if v is not None},
+                cwd=cwd or tmp_path,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout)
+                late = False
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(30)
+        done = Finished(
+            out.read_text("utf-8", errors="replace"), err.read_text("utf-8", errors="replace"), process.returncode
+        )
+        if late:
+            pytest.fail(f"the script ran longer than {timeout} s\n--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}")
+        return done
+
+    return run
+
+
+def _processes() -> dict[int, tuple[int, str, str]]:
+    """Read pid -> (parent, state, command line) of every process from /proc."""
+    found = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:  # it ended while we read
+                continue
+            found[int(entry.name)] = (int(parent), state, command)
+    return found
+
+
+def left_over_processes(pid: int | None = None) -> list[str]:
+    """Describe the descendants of `pid` that should be gone: all but resource trackers and one idle keeper."""
+    pid = pid or os.getpid()
+    table = _processes()
+    family, todo = set(), [pid]
+    while todo:
+        parent = todo.pop()
+        children = {p for p, (its_parent, _, _) in table.items() if its_parent == parent}
+        todo.extend(children - family)
+        family |= children
+    rest = {p for p in family if not any(word in table[p][2] for word in TRACKERS)}
+    # The keeper is a child that loky started, and without workers it has no children.
+    keepers = [
+        p for p in rest if table[p][0] == pid and "loky" in table[p][2] and not any(table[c][0] == p for c in rest)
+    ]
+    rest -= set(keepers[:1])
+    return [f"pid {p}, parent {table[p][0]}, state {table[p][1]}: {table[p][2] or '(no command line)'}" for p in rest]
+
+
+def open_listeners() -> list[str]:
+    """Name the listening abstract sockets of jaxguard that this process has open."""
+    mine = set()
+    for fd in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(os.readlink(fd))
+        except OSError:  # closed while we read
+            continue
+    listening = "00010000"
+    names = []
+    for line in pathlib.Path("/proc/net/unix").read_text(errors="replace").splitlines():
+        fields = line.split()
+        if len(fields) > 7 and fields[3] == listening and fields[7].startswith("@jaxguard"):  # noqa: PLR2004
+            names.extend([fields[7]] if f"socket:[{fields[6]}]" in mine else [])
+    return names
+
+
+@pytest.fixture
+def left_overs() -> Callable[..., list[str]]:
+    """Give a function that lists what a process (this one by default) left running."""
+    return left_over_processes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hold the whole run to what each guard promises: no process and no socket outlives its use."""
+    yield
+    if "joblib" in sys.modules:  # joblib keeps its own idle workers for minutes
+        from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415
+
+        get_reusable_executor(reuse=True).shutdown(wait=True)
+    # A warm worker may stay for some idle seconds.
+    deadline = time.monotonic() + 20
+    while (left := left_over_processes() + open_listeners()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, "the test run left behind:\n" + "\n".join(left)
