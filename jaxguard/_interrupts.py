@@ -93,6 +93,8 @@ def call(name: str) -> Iterator[Call]:
     finally:
         _active.pop(running.id, None)
         _descriptors.close(running.wake)
+        if not _active and threading.current_thread() is threading.main_thread():
+            _uninstall()
 
 
 def wake_all() -> None:
@@ -126,8 +128,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _stopping = None  # a handler that returns has decided that the process goes on
         before(number, frame)
         return
-    # The default: this process ends. Not from here: the main thread must be free to finish its own trial.
-    threading.Thread(target=_end_by, args=(number, calls), name="jaxguard-end", daemon=True).start()
+    # The default: this process ends. Not from here: the main thread must be free to finish its own trial. And not
+    # daemonic: a main thread that reaches its end first must still be ended by the signal.
+    threading.Thread(target=_end_by, args=(number, calls), name="jaxguard-end", daemon=False).start()
 
 
 def _wait_for(calls: list[Call]) -> None:
@@ -158,6 +161,17 @@ def _install() -> None:
         if before not in {_on_signal, None}:
             _previous[number] = before
             signal.signal(number, _on_signal)
+
+
+def _uninstall() -> None:
+    """Let the handlers that were there before stand alone again.
+
+    A process that is idle must end at once by SIGTERM where that is the default: a handler in Python runs only when the
+    main thread comes back to Python, and a pool's worker that has just gone to wait for work may never do so.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _on_signal:
+            signal.signal(number, _previous[number])
 
 
 def _have_handlers() -> None:
@@ -206,6 +220,7 @@ def _ask_the_main_thread() -> None:
 def _after_fork_in_child() -> None:
     global _install_lock, _stopping
     _active.clear()
+    _uninstall()
     _install_lock, _stopping = threading.Lock(), None
 
 

@@ -247,8 +247,8 @@ def test_the_keeper_is_killed_during_a_call(
 
 
 def test_the_keeper_is_killed_between_calls(fresh_guard: Callable[..., Any]) -> None:
-    """The next call gets a new keeper and does not notice; the old one is reaped."""
-    fresh_guard(os.getpid)()
+    """The next call gets a new keeper and does not notice; the old one is reaped, though a worker died with it."""
+    isolated_jax_worker(os.getpid, reuse=True)()
     killed = keeper_pid()
     os.kill(killed, signal.SIGKILL)
     os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)

@@ -47,12 +47,6 @@ def fork_warm(number: int) -> tuple[int, int]:
     return triangle(number)
 
 
-@jaxguard.isolated_jax_worker(env={"OMP_DYNAMIC": "FALSE"})
-def exec_fresh(number: int) -> tuple[int, int]:
-    """Guarded, a fresh interpreter for each call."""
-    return triangle(number)
-
-
 @jaxguard.isolated_jax_worker(env={"OMP_DYNAMIC": "FALSE"}, reuse=True)
 def exec_warm(number: int) -> tuple[int, int]:
     """Guarded, warm interpreters."""
@@ -123,7 +117,7 @@ def test_warm_workers_under_loky() -> None:
     assert [value for value, _ in results] == [0, 1, 3, 6]
 
 
-@pytest.mark.parametrize("name", ["fork_fresh", "fork_warm", "exec_fresh", "exec_warm"])
+@pytest.mark.parametrize("name", ["fork_fresh", "exec_warm"])
 def test_daemonic_processes_may_guard(name: str) -> None:
     """A daemonic process may not have children, and its guarded calls work all the same."""
     calls = (joblib.delayed(from_a_daemon)(name, number) for number in (2, 3))
@@ -340,8 +334,7 @@ def test_a_nested_call_that_needs_another_process_is_refused(
     assert all_slots_are_free()
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("method", ["fork", "spawn", "subprocess"])
+@pytest.mark.parametrize(("method", "reuse"), [("fork", True), ("spawn", False), ("subprocess", True)])
 def test_a_child_process_of_a_trial_may_not_guard(
     slots: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
