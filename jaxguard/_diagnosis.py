@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _calls, _descriptors
 
@@ -26,8 +26,21 @@ _INSTEAD = (
 )
 
 
+class Arguments(NamedTuple):
+    """The arguments of a call, under the names that the function has for them."""
+
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        try:
+            return cls(dict(inspect.signature(function).bind(*args, **kwargs).arguments))
+        except (TypeError, ValueError):  # the call itself will say what is wrong with them
+            return cls({str(index): value for index, value in enumerate(args)} | kwargs)
+
+
 def explain(suspect: Any, name: str, error: BaseException, replace: Callable[[object], Any]) -> str:
-    """Say what of a function, or of its (args, kwargs), cannot be pickled."""
+    """Say what of a function, or of its `Arguments`, cannot be pickled."""
     where, value = _find(suspect, name, replace)
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     instead = next((advice for word, advice in _INSTEAD if _is_a(value, word)), None)
@@ -50,13 +63,7 @@ def _travels(value: Any, replace: Callable[[object], Any]) -> bool:
 
 def _find(suspect: Any, name: str, replace: Callable[[object], Any]) -> tuple[str, Any]:
     """Go down to the smallest part that cannot travel."""
-    if isinstance(suspect, tuple) and len(suspect) == 2 and isinstance(suspect[1], dict):
-        args, kwargs = suspect
-        parts = [(f"argument {index} of {name}", value) for index, value in enumerate(args)]
-        parts += [(f"argument {key}= of {name}", value) for key, value in kwargs.items()]
-    else:
-        parts = list(_parts(suspect, name))
-    where, value = name, suspect
+    where, value, parts = name, suspect, list(_parts(suspect, name))
     for _ in range(_DEPTH):
         bad = next(((label, part) for label, part in parts if not _travels(part, replace)), None)
         if bad is None:
@@ -68,7 +75,9 @@ def _find(suspect: Any, name: str, replace: Callable[[object], Any]) -> tuple[st
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """What a value carries, with words for each part."""
-    if isinstance(value, functools.partial):
+    if isinstance(value, Arguments):
+        yield from ((f"argument {key!r} of {name}", part) for key, part in value.named.items())
+    elif isinstance(value, functools.partial):
         yield f"the function of {name}", value.func
         yield from ((f"argument {index} of {name}", part) for index, part in enumerate(value.args))
         yield from ((f"argument {key}= of {name}", part) for key, part in value.keywords.items())
@@ -82,7 +91,9 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             return
         yield from ((f"variable {key!r} of {label}", part) for key, part in found.nonlocals.items())
         yield from ((f"global variable {key!r} of {label}", part) for key, part in found.globals.items())
-        yield from ((f"default {index} of {label}", part) for index, part in enumerate(value.__defaults__ or ()))
+        for parameter in inspect.signature(value).parameters.values():
+            if parameter.default is not parameter.empty:
+                yield f"default of {parameter.name!r} in {label}", parameter.default
     elif isinstance(value, dict):
         yield from ((f"entry {key!r} of {name}", part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):

@@ -74,9 +74,9 @@ def apply_changing(picture: dict[str, Any]) -> None:
     _apply_jax(picture["jax"])
     _apply_levels(picture["levels"])
     logging.captureWarnings(picture["captures_warnings"])
-    _apply_warning_filters(picture["warnings"])
-    if picture["hydra"] is not None:
+    if picture["hydra"] is not None:  # before the filters: what its import warns of is not the user's doing
         _apply_hydra(picture["hydra"])
+    _apply_warning_filters(picture["warnings"])
 
 
 def _cwd() -> str:

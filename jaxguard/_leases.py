@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterable
 
 from . import _beacons, _descriptors, _linux
@@ -53,9 +52,8 @@ class Lease:
 
     def __init__(self, devices: tuple[Device, ...], locks: int) -> None:
         self.devices = devices
-        self.nonce = _beacons.nonce()
-        self.since = time.time()
-        self.waited_s = 0.0
+        self.nonce: str = _beacons.nonce()
+        self.waited_s: float = 0.0
         self._locks = locks
         self._beacons: list[socket.socket] = []
         self._connections: list[socket.socket] = []

@@ -74,19 +74,19 @@ def _pack_both(
     name: str, roots: _trials.Roots, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_calls.Packed, _calls.Packed]:
     reference = _calls.reference(function)
-    first = _pack(function if reference is None else reference, function, name, roots)
+    first = _pack(function if reference is None else reference, lambda: function, name, roots)
     try:
-        return first, _pack((args, kwargs), (args, kwargs), name, roots)
+        return first, _pack((args, kwargs), lambda: _diagnosis.Arguments.of(function, args, kwargs), name, roots)
     except BaseException:
         _descriptors.close(*first.descriptors)
         raise
 
 
-def _pack(value: object, suspect: Any, name: str, roots: _trials.Roots) -> _calls.Packed:
+def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.Roots) -> _calls.Packed:
     try:
         return _calls.pack(value, plain=False, replace=roots.replace)
     except Exception as error:
-        raise TypeError(_diagnosis.explain(suspect, name, error, roots.replace)) from error
+        raise TypeError(_diagnosis.explain(suspect(), name, error, roots.replace)) from error
 
 
 def _environment(options: Options) -> dict[str, str]:

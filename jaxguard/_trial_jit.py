@@ -89,13 +89,13 @@ class _Method:
 
 
 @overload
-def trial_jit(
-    function: Callable[P, R], /, *, traced: Mapping[str, Any] | None = None, **jit_options: Any
-) -> TrialJit[P, R]: ...
+def trial_jit(function: Callable[P, R], /, *, traced: None = None, **jit_options: Any) -> TrialJit[P, R]: ...
 @overload
-def trial_jit(
-    *, traced: Mapping[str, Any] | None = None, **jit_options: Any
-) -> Callable[[Callable[P, R]], TrialJit[P, R]]: ...
+def trial_jit(function: Callable[..., R], /, *, traced: Mapping[str, Any], **jit_options: Any) -> TrialJit[..., R]: ...
+@overload
+def trial_jit(*, traced: None = None, **jit_options: Any) -> Callable[[Callable[P, R]], TrialJit[P, R]]: ...
+@overload
+def trial_jit(*, traced: Mapping[str, Any], **jit_options: Any) -> Callable[[Callable[..., R]], TrialJit[..., R]]: ...
 def trial_jit(
     function: Callable[..., Any] | None = None, /, *, traced: Mapping[str, Any] | None = None, **jit_options: Any
 ) -> Any:

@@ -28,6 +28,7 @@ def fake_slots(count: int) -> Iterator[None]:
 
     Example:
         >>> from jaxguard import slot_count
+        >>> from jaxguard.testing import fake_slots
         >>> with fake_slots(3):
         ...     slot_count()
         3
@@ -52,6 +53,7 @@ def inline() -> Iterator[None]:
     Example:
         >>> import os
         >>> from jaxguard import isolated_jax_worker
+        >>> from jaxguard.testing import inline
         >>> with inline():
         ...     isolated_jax_worker(os.getpid)() == os.getpid()
         True
