@@ -43,13 +43,13 @@ def explain(suspect: Any, name: str, error: BaseException, replace: Callable[[ob
     """Say what of a function, or of its `Arguments`, cannot be pickled."""
     where, value = _find(suspect, name, replace)
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    instead = next((advice for word, advice in _INSTEAD if _is_a(value, word)), None)
-    advice = instead or "Make it inside the guarded function, or pass what it is made from."
+    advice = _advice(value) or "Make it inside the guarded function, or pass what it is made from."
     return f"{name} cannot travel to a worker: {where} is a {kind}, which cannot be pickled ({error}). {advice}"
 
 
-def _is_a(value: Any, word: str) -> bool:
-    return any(word in cls.__name__ for cls in type(value).__mro__)
+def _advice(value: Any) -> str | None:
+    names = [cls.__name__ for cls in type(value).__mro__]
+    return next((advice for word, advice in _INSTEAD if any(word in name for name in names)), None)
 
 
 def _travels(value: Any, replace: Callable[[object], Any]) -> bool:
@@ -62,13 +62,15 @@ def _travels(value: Any, replace: Callable[[object], Any]) -> bool:
 
 
 def _find(suspect: Any, name: str, replace: Callable[[object], Any]) -> tuple[str, Any]:
-    """Go down to the smallest part that cannot travel."""
+    """Go down to the smallest part that cannot travel, or to the first for which there is advice."""
     where, value, parts = name, suspect, list(_parts(suspect, name))
     for _ in range(_DEPTH):
         bad = next(((label, part) for label, part in parts if not _travels(part, replace)), None)
         if bad is None:
             break
         where, value = bad
+        if _advice(value) is not None:
+            break
         parts = list(_parts(value, where))
     return where, value
 

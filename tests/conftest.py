@@ -51,7 +51,9 @@ class Finished:
 
     def check(self) -> Finished:
         """Fail with all that the script said unless it ended with 0."""
-        assert self.returncode == 0, f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        assert self.returncode == 0, (
+            f"exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        )
         return self
 
 
@@ -101,7 +103,7 @@ def run_python(tmp_path: pathlib.Path) -> Callable[..., Finished]:
     # A script does not see what pytest put on sys.path, so the package's place travels by PYTHONPATH.
     place = str(pathlib.Path(jaxguard.__file__).resolve().parents[1])
 
-    def run(  # noqa: PLR0913 - each option is one way in which users start a script
+    def run(
         code: str,
         *,
         args: Sequence[str] = (),
@@ -193,7 +195,7 @@ def open_listeners() -> list[str]:
     names = []
     for line in pathlib.Path("/proc/net/unix").read_text(errors="replace").splitlines():
         fields = line.split()
-        if len(fields) > 7 and fields[3] == listening and fields[7].startswith("@jaxguard"):  # noqa: PLR2004
+        if len(fields) > 7 and fields[3] == listening and fields[7].startswith("@jaxguard"):
             names.extend([fields[7]] if f"socket:[{fields[6]}]" in mine else [])
     return names
 
@@ -209,7 +211,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hold the whole run to what each guard promises: no process and no socket outlives its use."""
     yield
     if "joblib" in sys.modules:  # joblib keeps its own idle workers for minutes
-        from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415
+        from joblib.externals.loky import get_reusable_executor
 
         get_reusable_executor(reuse=True).shutdown(wait=True)
     # A warm worker may stay for some idle seconds.

@@ -115,7 +115,7 @@ def test_no_worker_outlives_its_block(guard: Any, wait_until: Any) -> None:
 
     with pytest.raises(LookupError):
         block()
-    wait_until(lambda: not os.path.exists(f"/proc/{pids[0]}"), f"worker {pids[0]} to end", timeout=10)  # noqa: PTH110
+    wait_until(lambda: not os.path.exists(f"/proc/{pids[0]}"), f"worker {pids[0]} to end", timeout=10)
 
 
 def test_the_trial_starts_when_the_slot_is_there(slots: Any, guard: Any) -> None:

@@ -1,4 +1,4 @@
-"""A guarded objective in a real study: the trial, the study behind it, what goes in, what comes back, what goes wrong."""
+"""A guarded objective in a real study: the trial, the study behind it, what goes in, comes back, goes wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_constraints = pytest.mark.skipif(
 )
 
 
-class Broken(Exception):  # noqa: N818 - stands for a user's exception, and users name theirs as they like
+class Broken(Exception):
     """An exception of the user's own."""
 
 
@@ -211,12 +211,12 @@ def test_a_pruned_trial_keeps_its_message_and_type() -> None:
         message = "enough of this"
         raise optuna.TrialPruned(message)
 
-    with pytest.raises(optuna.TrialPruned, match="^enough of this$"):
+    with pytest.raises(optuna.TrialPruned, match=r"^enough of this$"):
         jaxguard.isolated_jax_worker(objective)()
 
 
 def test_mistakes_with_the_trial_raise_what_they_raise_without_the_guard(guard: Any) -> None:
-    """A wrong suggest, report or attribute raises in the objective the type that Optuna documents, and can be caught."""
+    """A wrong suggest, report or attribute raises in the objective what Optuna raises, and can be caught there."""
 
     def objective(trial: optuna.Trial) -> float:
         def attempt(action: Callable[[], object]) -> str:
@@ -615,7 +615,7 @@ def test_the_attribute_says_how_long_a_trial_waited(fresh_guard: Any, slots: Any
     """waited_s is the time in line: two jobs on one slot, and the second waits for as long as the first runs."""
     slots(1)
 
-    def objective(trial: optuna.Trial) -> float:  # noqa: ARG001 - an objective takes a trial
+    def objective(trial: optuna.Trial) -> float:
         time.sleep(0.3)
         return 0.0
 
@@ -734,7 +734,7 @@ def test_a_failing_trial_loses_no_other(guard: Any) -> None:
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (lambda: exec("raise SystemExit(3)"), 3),  # noqa: S102 - a lambda cannot raise otherwise
+        (lambda: exec("raise SystemExit(3)"), 3),
         (lambda: os._exit(7), 7),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
     ],

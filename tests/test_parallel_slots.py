@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from guarded import cube, end_with, fail_on_three, increment, jax_mean, unsafe_increment, warm_cube, warm_increment
 from joblib import Parallel, delayed
 
 import jaxguard
 from jaxguard import isolated_jax_worker, slot_count
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
 # joblib's multiprocessing backend forks this process, in which threads may run; its children only call the guard.
@@ -26,70 +26,11 @@ reuses = pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "warm"])
 
 @pytest.fixture(autouse=True)
 def no_idle_pool() -> Iterator[None]:
-    """End joblib's pool after each test: its processes keep the environment, and so the slots, of the test that made it."""
+    """End joblib's pool after each test: its processes keep the environment, and so the slots, of their test."""
     yield
-    from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415
+    from joblib.externals.loky import get_reusable_executor
 
     get_reusable_executor(reuse=True).shutdown(wait=True)
-
-
-# joblib's multiprocessing backend pickles by name alone, so each guarded function is defined as such in this module.
-fresh = isolated_jax_worker(slot_timeout=120)
-warm = isolated_jax_worker(slot_timeout=120, reuse=True)
-
-
-@fresh
-def cube(x: int) -> tuple[int, int]:
-    """Say where it ran."""
-    return x**3, os.getpid()
-
-
-@warm
-def warm_cube(x: int) -> tuple[int, int]:
-    """Say where it ran."""
-    return x**3, os.getpid()
-
-
-@fresh
-def jax_mean(x: int) -> Any:
-    """Need JAX itself."""
-    import jax.numpy as jnp  # noqa: PLC0415
-
-    return jnp.arange(x + 1).mean()
-
-
-@fresh
-def fail_on_three(x: int) -> int:
-    """Fail in the middle of the work."""
-    if x == 3:
-        message = "three"
-        raise LookupError(message)
-    return x
-
-
-@fresh
-def end_with(code: int) -> None:
-    """End its process at once."""
-    os._exit(code)
-
-
-def unsafe_increment(counter: pathlib.Path) -> None:
-    """Lose increments unless nobody else is here."""
-    value = int(counter.read_text() or "0")  # an overlapping writer may just have truncated it
-    time.sleep(0.001)
-    counter.write_text(str(value + 1))
-
-
-@fresh
-def increment(counter: pathlib.Path) -> None:
-    """Count, in a process of its own."""
-    unsafe_increment(counter)
-
-
-@warm
-def warm_increment(counter: pathlib.Path) -> None:
-    """Count, in a warm worker."""
-    unsafe_increment(counter)
 
 
 def careful(code: int) -> str:
@@ -115,7 +56,7 @@ def all_slots_are_free(number: int) -> bool:
 @backends
 @reuses
 def test_eight_jobs_on_two_slots_do_all_the_work(backend: str, reuse: bool) -> None:  # noqa: FBT001
-    """Parallel(n_jobs=8) over a guarded function gives every result in order, from other processes, and frees the slots."""
+    """Parallel(n_jobs=8) over a guarded function gives every result in order, and frees the slots."""
     guarded = warm_cube if reuse else cube
     results = Parallel(n_jobs=8, backend=backend)(delayed(guarded)(x) for x in range(16))
     assert [value for value, _ in results] == [x**3 for x in range(16)]
@@ -156,7 +97,7 @@ def test_every_start_way_serves_processes(fresh_guard: Any, way: str) -> None:
 @backends
 def test_jax_results_arrive_as_numbers(backend: str) -> None:
     """Parallel returns NumPy where the guarded function returned JAX."""
-    import jax  # noqa: PLC0415
+    import jax
 
     results = Parallel(n_jobs=slot_count(), backend=backend)(delayed(jax_mean)(x) for x in range(3))
     assert [float(r) for r in results] == [0, 0.5, 1]

@@ -167,7 +167,9 @@ def test_the_meter_would_see_a_third(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_one_trial_after_the_other_counts_exactly(fresh_guard: Any, slots: Any, tmp_path: pathlib.Path, gpus: int) -> None:
+def test_one_trial_after_the_other_counts_exactly(
+    fresh_guard: Any, slots: Any, tmp_path: pathlib.Path, gpus: int
+) -> None:
     """Trials that need all slots never overlap: unsafe increments of a file lose nothing."""
     slots(gpus)
     counter = tmp_path / "counter"
