@@ -248,9 +248,13 @@ class _Shared:
                 self._drop(key, known)
                 known = None
             if known is None:
-                known = self._files[key] = _write(view)
-                # The lock is not taken in there: the garbage collector may call it while this thread has it.
-                weakref.finalize(owner, self._drop, key, known).atexit = False
+                known = _write(view)
+                try:
+                    # The lock is not taken in there: the garbage collector may call it while this thread has it.
+                    weakref.finalize(owner, self._drop, key, known).atexit = False
+                except TypeError:  # bytes and their like have no weak references: nobody says when they are gone
+                    return known
+                self._files[key] = known
             with _descriptors.creating():
                 descriptor = os.dup(known.descriptor)
                 _descriptors.own(descriptor)

@@ -7,30 +7,27 @@ returns or raises.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import math
 import os
 import pickle
-import re
 import select
-import signal
 import struct
-import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import (
     _calls,
+    _deaths,
     _descriptors,
     _exceptions,
     _frames,
     _inherited,
     _keeper,
     _linux,
+    _output,
     _starting,
     _trials,
     _worker,
@@ -43,7 +40,6 @@ _GRACE_S = 3.0
 _STACKS_S = 1.0
 _END_S = 35.0
 """For how long a worker may take over its normal end; it bounds itself more narrowly."""
-_TAIL_CHUNKS, _TAIL_BYTES = 64, 4000
 
 
 @dataclass
@@ -57,37 +53,6 @@ class Talk:
     """Gives what the call shall raise instead, once a signal has ended it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the worker told about the run: seconds, compilations, memory."""
-
-
-class _Output:
-    """One output stream of a worker: what arrives is written to the stream of the same name here."""
-
-    def __init__(self, name: str, tail: deque[bytes]) -> None:
-        self._name = name
-        self._tail = tail
-        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-
-    def pass_on(self, descriptor: int, limit: int = 16) -> bool:
-        """Pass on what is there (of a flood, a part: the other lines have their turn); False at the end."""
-        for _ in range(limit):
-            try:
-                data = os.read(descriptor, 1 << 16)
-            except BlockingIOError:
-                return True
-            except OSError:
-                data = b""
-            text = self._decoder.decode(data, final=not data)
-            if text:
-                self._tail.append(data[-_TAIL_BYTES:])
-                try:  # looked up now: pytest, notebooks and contextlib replace it
-                    stream = getattr(sys, self._name)
-                    stream.write(text)
-                    stream.flush()
-                except Exception:  # noqa: BLE001, S110 – closed, or gone with its terminal: the trial is worth more
-                    pass
-            if not data:
-                return False
-        return True
 
 
 class Worker:
@@ -108,10 +73,10 @@ class Worker:
         self._env = setup.env
         self._picture = setup.picture
         self._first_memory_bytes = 0
-        self._tail: deque[bytes] = deque(maxlen=_TAIL_CHUNKS)
+        self._tail = _output.Tail()
         self._started = _starting.Started(lease, setup.env)
         self._pipe = _frames.PollingPipe(self._started.pipe)
-        self._outputs = {fd: _Output(name, self._tail) for fd, name in self._started.outputs.items()}
+        self._outputs = {fd: _output.Output(name, self._tail) for fd, name in self._started.outputs.items()}
         self._pipe_open = True
         self._answer: _frames.Frame | None = None
         self._pipe.put(_worker.SETUP, pickle.dumps(setup))
@@ -333,7 +298,8 @@ class Worker:
             )
             raise errors.WorkerTimeout(text, pid=self.pid, timeout_s=talk.timeout, stacks=stacks)
         if self._answer is None:
-            raise self._death(talk)
+            how = None if self._keeper_gone else self._status
+            raise _deaths.died(talk.name, self.pid, how, self._tail.text(), keeper_gone=self._keeper_gone)
         frame = self._answer
         start = 4 + int.from_bytes(frame.data[:4], "big")
         talk.facts = pickle.loads(frame.data[4:start])
@@ -356,23 +322,6 @@ class Worker:
         self._first_memory_bytes = self._first_memory_bytes or memory
         self.trusted = facts["trusted"] and memory < 2 * self._first_memory_bytes + (1 << 30)
 
-    def _death(self, talk: Talk) -> errors.WorkerDied:
-        output = b"".join(self._tail)[-_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
-        code = self._status
-        number = -code if code is not None and code < 0 else None
-        if self._keeper_gone:
-            what = "its keeper was killed, and it with it"
-        elif number is not None:
-            what = f"ended by {_signal_name(number)}{_LIKELY.get(number, '')}"
-        elif code is not None:
-            what = f"it left with exit code {code} (sys.exit or os._exit)"
-        else:
-            what = "it could not be started"
-        last = f" Its last output:\n{output}" if output else ""
-        text = f"the worker of {talk.name} (pid {self.pid}) ended without an answer: {what}.{last}"
-        exit_code = code if number is None else None
-        return errors.WorkerDied(text, pid=self.pid, exit_code=exit_code, signal=number, output=output)
-
     def _take_stacks(self, talk: Talk) -> str:
         """Ask the worker where it is. Works while C code holds the GIL; not while it is stopped."""
         before = os.fstat(self._started.stacks).st_size
@@ -382,37 +331,8 @@ class Worker:
         while time.monotonic() < until and not self.ended:
             now = os.fstat(self._started.stacks).st_size
             if now > before and now == size:
-                return _from_the_job_on(os.pread(self._started.stacks, now - before, before))
+                return _output.from_the_job_on(os.pread(self._started.stacks, now - before, before))
             size = now
             self._step(talk, 20, deaf=True)
         status = _linux.status(self.pid) if self.pid is not None else None
         return f"(no stacks: the worker is in state {status.state if status else 'gone'})"
-
-
-def _from_the_job_on(stacks: bytes) -> str:
-    """Leave out the frames below the user's function, which are the worker's own."""
-    lines, skipping = [], False
-    for line in stacks.decode("utf-8", "replace").strip().splitlines():
-        skipping = line.startswith("  ") and (skipping or bool(_OWN_FRAME.search(line)))
-        if not skipping:
-            lines.append(line)
-    return "\n".join(lines)
-
-
-_OWN_FRAME = re.compile(r'jaxguard/_worker\.py", line \d+ in _do$')
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-_LIKELY: dict[int, str] = {
-    signal.SIGKILL: ", most likely by the kernel for want of memory, or by hand",
-    signal.SIGSEGV: ", a crash in native code",
-    signal.SIGABRT: ", an abort in native code",
-    signal.SIGBUS: ", a crash in native code (a full /dev/shm?)",
-    signal.SIGTERM: ", by hand or by the system",
-}

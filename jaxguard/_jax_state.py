@@ -54,7 +54,8 @@ def starters() -> str:
         if name.partition(".")[0] in {"jax", "jaxlib", "jaxguard"}:
             continue
         for variable, value in list(getattr(module, "__dict__", {}).items()):
-            if type(value).__module__.startswith("jaxlib") and isinstance(value, jax.Array):
+            # As text: a class made by Cython may have a descriptor there.
+            if str(type(value).__module__).startswith("jaxlib") and isinstance(value, jax.Array):
                 found.append(f"{name}.{variable}")
                 break
     return f" (arrays at the top level of a module start it: {', '.join(found[:3])})" if found else ""

@@ -178,6 +178,11 @@ def _label(device: Device) -> str:
     return f"GPU {device.index} ({device.id})" if device.is_gpu else device.id
 
 
+def _pid(beacon: _beacons.Sighting) -> int:
+    proved = beacon.proved()
+    return proved.pid if proved is not None and proved.pid else beacon.pid
+
+
 def _who(beacon: _beacons.Sighting) -> str:
     proved = beacon.proved()
     pid = proved.pid if proved is not None and proved.pid else beacon.pid
@@ -195,7 +200,7 @@ def _timeout(
         f"no {kind} {number} free after {waited_s:.1f} s: {describe(request, holders, ahead)}. "
         "Raise slot_timeout=, lower n_jobs, or stop that process."
     )
-    pids = tuple(dict.fromkeys(beacon.pid for beacon in sorted(holders, key=lambda beacon: beacon.since)))
+    pids = tuple(dict.fromkeys(_pid(beacon) for beacon in sorted(holders, key=lambda beacon: beacon.since)))
     return errors.SlotTimeout(text, waited_s=waited_s, holders=pids)
 
 

@@ -38,7 +38,7 @@ def devices() -> Devices:
     if match := _CPU.fullmatch(text):
         return Devices(cpus=int(match[1]), namespace=match[2] or "")
     names = tuple(name.strip() for name in text.split(","))
-    if all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name) for name in names) and len(set(names)) == len(names):
+    if all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[A-Za-z0-9_/-]+", name) for name in names) and len(set(names)) == len(names):
         return Devices(listed=names)
     message = (
         f"{DEVICES}={text!r} is not valid. Valid are: auto; cpu:N for N CPU slots (cpu:4); "

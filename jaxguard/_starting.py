@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -135,7 +136,11 @@ class _KeeperOfThisProcess:
 
     def bury(self) -> None:
         """Reap a keeper that is dead, and let go of it."""
-        self._process.join(0)
+        # Not `join`: loky's sentinel is still open in a worker that is just dying too.
+        try:
+            os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
         _descriptors.close_socket(self._control)
         _descriptors.close(self._pidfd)
 
@@ -193,6 +198,7 @@ _descriptors.after_fork_in_child(_after_fork_in_child)
 # ---------------------------------------------------------------- when the keeper is gone
 
 _serials = itertools.count()
+_SWEEP_BOUND_S = 5.0
 
 
 def new_mark() -> str:
@@ -206,6 +212,15 @@ def sweep_without_keeper(session: int, run: str) -> None:
     The worker itself died with the keeper; its descendants are spread by then.
     """
     mark = f"{_settings.RUN}={run}".encode()
+    until = time.monotonic() + _SWEEP_BOUND_S
+    while (killed := _kill_marked(session, mark)) and time.monotonic() < until:  # to a fixed point, as the keeper does
+        for pidfd in killed:
+            select.select([pidfd], [], [], max(0.0, until - time.monotonic()))
+            os.close(pidfd)
+
+
+def _kill_marked(session: int, mark: bytes) -> list[int]:
+    killed = []
     own = os.getpid()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == own:
@@ -218,10 +233,13 @@ def sweep_without_keeper(session: int, run: str) -> None:
             status = _linux.status(int(name))
             if status is not None and (status.session == session or _has(int(name), mark)):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if status.state not in "ZX":
+                    killed.append(pidfd)
+                    continue
         except OSError:
-            continue
-        finally:
-            os.close(pidfd)
+            pass
+        os.close(pidfd)
+    return killed
 
 
 def _has(pid: int, mark: bytes) -> bool:

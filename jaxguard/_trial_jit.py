@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -16,27 +18,33 @@ class TrialJit(Generic[P, R]):
     """A function that JAX compiles in the process that calls it."""
 
     def __init__(self, function: Callable[P, R], traced: Mapping[str, Any] | None, jit_options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        # After it: it brings the function's own attributes along, and a callable object, or a function that was made
+        # from a step (`jax.grad(step)`), may have some of these names.
         self._function = function
         self._traced = dict(traced or {})
         self._jit_options = jit_options
         self._jitted: Any = None
-        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        jitted = self._jitted or self._build()
-        return jitted(*args, **kwargs, **self._traced)  # type: ignore[no-any-return]
+        return self._here()(*args, **kwargs, **self._traced)  # type: ignore[no-any-return]
 
-    def _build(self) -> Any:
-        _jax_state.refuse_if_forked("trial_jit")
-        import jax
+    def _here(self) -> Any:
+        _jax_state.refuse_if_forked("trial_jit")  # each time: it may have been built before the fork
+        if self._jitted is None:
+            import jax
 
-        self._jitted = jax.jit(self._function, **self._jit_options)
+            self._jitted = jax.jit(self._function, **self._jit_options)
         return self._jitted
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else _Method(self, instance)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        module, name = getattr(self, "__module__", None), getattr(self, "__qualname__", "<none>")
+        if module != "__main__" and _found(module, name) is self:
+            return str(name)  # at module level: by name, as functions do
         # Not the executable: the process that unpickles this builds its own. In two steps, so that a function that
         # refers to itself pickles.
         return _empty, (), (self._function, self._traced, self._jit_options)
@@ -49,20 +57,27 @@ class TrialJit(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit(f).lower`."""
-        return (self._jitted or self._build()).lower(*args, **kwargs, **self._traced)
+        return self._here().lower(*args, **kwargs, **self._traced)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit(f).trace`."""
-        return (self._jitted or self._build()).trace(*args, **kwargs, **self._traced)
+        return self._here().trace(*args, **kwargs, **self._traced)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit(f).eval_shape`."""
-        return (self._jitted or self._build()).eval_shape(*args, **kwargs, **self._traced)
+        return self._here().eval_shape(*args, **kwargs, **self._traced)
 
     def clear_cache(self) -> None:
         """As `jax.jit(f).clear_cache`."""
         if self._jitted is not None:
             self._jitted.clear_cache()
+
+
+def _found(module: str | None, name: str) -> Any:
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _empty() -> TrialJit[Any, Any]:
@@ -75,7 +90,22 @@ class _Method:
     def __init__(self, jit: TrialJit[Any, Any], instance: object) -> None:
         self._jit = jit
         self._instance = instance
-        self.__wrapped__ = jit
+        self.__self__ = instance
+        self.__func__ = jit
+        for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+            if hasattr(jit, name):
+                setattr(self, name, getattr(jit, name))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self._jit)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Method) and self._jit is other._jit and self._instance is other._instance
+
+    def __hash__(self) -> int:
+        return hash((id(self._jit), id(self._instance)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._jit(self._instance, *args, **kwargs)

@@ -39,7 +39,8 @@ class JaxguardError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Not the default: an OSError among the parents would read two arguments as an error number.
         fields = {name: value for name, value in self.__dict__.items() if hasattr(type(self), name)}
-        return _rebuild, (type(self), str(self), fields)
+        notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None
+        return _rebuild, (type(self), str(self), fields), notes
 
 
 def _rebuild(cls: type[JaxguardError], message: str, fields: dict[str, Any]) -> JaxguardError:
