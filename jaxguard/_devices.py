@@ -22,6 +22,8 @@ FROM_THE_LEASE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "JAX_PLATFORMS", 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables that the numerical libraries read when they are imported: threads to start."""
 _CORES_PER_SLOT = 2
+OUTSIDE: dict[str, str | None] = {}
+"""What the variables said before `gpu_slot` put its own in force here: other threads still choose among all of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,21 @@ def variables(devices: tuple[Device, ...], gpus: int) -> dict[str, str]:
     """The environment in which a process sees these devices and no others."""
     if devices[0].is_gpu:
         return {
-            "CUDA_VISIBLE_DEVICES": ",".join(device.id for device in devices),
+            "CUDA_VISIBLE_DEVICES": ",".join(_as_cuda_reads(devices)),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "JAX_PLATFORMS": "cuda,cpu",
         }
     # The platform too: an empty list alone makes JAX look for a GPU, and some programs crash on it.
     return {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(max(1, gpus))}
+
+
+def _as_cuda_reads(devices: tuple[Device, ...]) -> list[str]:
+    """CUDA takes UUIDs and indices; it would read a PCI address as the number in front of its colon."""
+    ids = [device.id for device in devices]
+    if all(name.startswith(("GPU-", "MIG-")) for name in ids):
+        return ids
+    everywhere = [gpu.id for gpu in _gpus()]
+    return [str(everywhere.index(name)) for name in ids]
 
 
 def thread_variables() -> dict[str, str]:
@@ -166,12 +177,14 @@ def _usable() -> tuple[Device, ...]:
     if setting.cpus:
         return _cpu_slots(setting)
     found = _gpus()
+    mask = OUTSIDE.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
     if setting.listed:
+        found = found if mask is None else _masked(found, mask)  # a list counts within what the job was given
         wanted = _masked(found, ",".join(setting.listed))
         if len(wanted) < len(setting.listed):
             missing = setting.listed[len(wanted)]
             text = (
-                f"{_settings.DEVICES} names {missing!r}, which is not there: the driver lists {len(found)} GPUs "
+                f"{_settings.DEVICES} names {missing!r}, which is not there: this process may use {len(found)} GPUs "
                 f"({', '.join(gpu.id for gpu in found) or 'none'}). Name devices that `nvidia-smi -L` shows."
             )
             raise errors.NoDevices(text)
@@ -185,7 +198,6 @@ def _usable() -> tuple[Device, ...]:
             )
             raise errors.NoDevices(text)
         return _cpu_slots(setting)
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     usable = found if mask is None else _masked(found, mask)
     if not usable:
         text = (

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import select
+import signal
 import struct
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from . import (
     _keeper,
     _linux,
     _output,
+    _settings,
     _starting,
     _trials,
     _worker,
@@ -58,15 +60,13 @@ class Talk:
 class Worker:
     """A worker that this process started, idle or at work for one thread."""
 
-    def __init__(self, lease: Lease, key: object, setup: _worker.Setup, lease_env: dict[str, str], mark: str) -> None:
+    def __init__(self, lease: Lease, key: object, setup: _worker.Setup, lease_env: dict[str, str]) -> None:
         self.lease = lease
-        self._lease_env = lease_env
         self.key = key
         self.pid: int | None = None
         self.ended = False
         self.trusted = True
         self.idle_since = 0.0
-        self._mark = mark
         self._status: int | None = None
         self._keeper_gone = False
         self._known: set[bytes] = set()
@@ -74,7 +74,10 @@ class Worker:
         self._picture = setup.picture
         self._first_memory_bytes = 0
         self._tail = _output.Tail()
+        self._condemned = False
         self._started = _starting.Started(lease, setup.env)
+        self._lease_env = {**lease_env, _settings.RUN: self._started.mark}
+        setup.env.update(self._lease_env)
         self._pipe = _frames.PollingPipe(self._started.pipe)
         self._outputs = {fd: _output.Output(name, self._tail) for fd, name in self._started.outputs.items()}
         self._pipe_open = True
@@ -101,7 +104,7 @@ class Worker:
         try:
             return self._judge(talk, self._converse(talk, to_the_end=last))
         except BaseException:
-            if not self.ended and (last or not self._answered):
+            if not self.ended and (last or self._condemned or not self._answered):
                 self.end_now()
             raise
 
@@ -120,6 +123,7 @@ class Worker:
     def end_now(self) -> None:
         """End the worker at once and wait until nothing of it is left."""
         self._order(_keeper.KILL)
+        self._wake_keeper()
         until = time.monotonic() + 2 * _GRACE_S
         while not self.ended and time.monotonic() < until:
             self._wait(100)
@@ -184,6 +188,10 @@ class Worker:
                 deadline = math.inf if begins is None or self._answered else begins + talk.timeout
                 if now >= deadline:
                     stacks = self._take_stacks(talk)
+                    if self._answered:  # at the last moment
+                        stacks = None
+                        continue
+                    self._condemned = True
                     self._order(_keeper.TERMINATE)
                     kill_at = time.monotonic() + _GRACE_S
                     continue
@@ -191,9 +199,10 @@ class Worker:
                 deadline = kill_at
                 if now >= kill_at:
                     self._order(_keeper.KILL)
+                    self._wake_keeper()
                     kill_at = now + _GRACE_S
             self._step(talk, None if deadline == math.inf else 1000 * (deadline - now) + 1, deaf=stacks is not None)
-        return stacks if not self._answered else None
+        return stacks
 
     def _step(self, talk: Talk, limit_ms: float | None, *, deaf: bool = False) -> None:
         ready = self._wait(limit_ms)
@@ -264,8 +273,7 @@ class Worker:
             self._tail.append(b"fork failed: " + rest)
         else:
             self._keeper_gone = True
-            if self.pid is not None:
-                _starting.sweep_without_keeper(self.pid, self._mark)
+            _starting.sweep_without_keeper(self._started.mark)
 
     def _last_words(self, talk: Talk) -> None:
         """The worker is gone: take what is still in the pipes."""
@@ -279,6 +287,13 @@ class Worker:
     def _drain(self) -> None:
         for descriptor, output in list(self._outputs.items()):
             output.pass_on(descriptor, limit=1 << 20)
+
+    def _wake_keeper(self) -> None:
+        """A keeper that somebody has stopped ends nobody."""
+        try:
+            os.kill(self._started.keeper_pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
 
     def _order(self, order: bytes) -> None:
         try:

@@ -52,6 +52,7 @@ class BlockingPipe:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self._incoming = bytearray()
         self._descriptors: deque[int] = deque()
         connection.setblocking(True)
 
@@ -68,23 +69,25 @@ class BlockingPipe:
     def receive(self) -> Frame:
         """Receive the next frame, and not a byte more.
 
+        What has arrived is kept if a signal handler raises in the middle: the next call goes on from there.
+
         Raises:
             Closed: If the other end is gone.
         """
-        kind, size, count = _HEADER.unpack(self._exactly(_HEADER.size))
-        data = self._exactly(size)
-        return Frame(kind, data, [self._descriptors.popleft() for _ in range(count)])
-
-    def _exactly(self, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            data, descriptors = _receive(self.connection, min(size, _CHUNK))
+        wanted = _HEADER.size
+        while True:
+            if len(self._incoming) >= _HEADER.size:
+                kind, size, count = _HEADER.unpack_from(self._incoming)
+                wanted = _HEADER.size + size
+                if len(self._incoming) == wanted:
+                    data = bytes(memoryview(self._incoming)[_HEADER.size :])
+                    self._incoming.clear()
+                    return Frame(kind, data, [self._descriptors.popleft() for _ in range(count)])
+            data, descriptors = _receive(self.connection, min(wanted - len(self._incoming), _CHUNK))
             if not data:
                 raise Closed
             self._descriptors += descriptors
-            parts.append(data)
-            size -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            self._incoming += data
 
 
 class PollingPipe:

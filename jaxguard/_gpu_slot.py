@@ -6,8 +6,9 @@ import functools
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -31,6 +32,9 @@ R = TypeVar("R")
 
 _kept: list[tuple[_leases.Lease, int]] = []
 """Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
+_said: list[dict[str, str]] = []
+"""What the blocks that are open in this process have put in its environment, the oldest first."""
+_turn = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class GpuSlot:
         hold = _holds.current()
         if hold is not None and (hold.slot is not None or hold.call is None):
             _holds.refuse_more(hold, "gpu_slot", self.gpus)
-            yield hold.slot or _slot_of_this_worker(hold)
+            with _used(_blocks[hold.nonce]) if hold.nonce in _blocks else nullcontext():
+                yield hold.slot or _slot_of_this_worker(hold)
             return
         if hold is not None:
             text = (
@@ -89,27 +94,70 @@ class GpuSlot:
             )
             raise errors.JaxguardError(text)
         _linux.check_platform()
-        _refuse_started(self.gpus)
-        lease = self._take()
-        try:
-            slot = _slot(lease, self.gpus)
-            with (
-                _holds.opened(_holds.Hold(self.gpus, lease.nonce, lease.devices, slot)),
-                _in_force(slot, lease, self.gpus),
-            ):
-                yield slot
-        finally:
-            _let_go(lease, self.gpus)
+        with _used(self._block()) as block:
+            yield block.slot
 
-    def _take(self) -> _leases.Lease:
-        for kept in _kept:
-            lease, gpus = kept
-            if gpus == self.gpus:
-                _kept.remove(kept)
-                lease.waited_s = 0.0
-                return lease
+    def _block(self) -> _Block:
+        lease, gpus = self._take()
+        with ExitStack() as stack:
+            stack.callback(_let_go, lease, gpus)
+            slot = _slot(lease, gpus)
+            stack.enter_context(_holds.opened(_holds.Hold(gpus, lease.nonce, lease.devices, slot)))
+            stack.enter_context(_in_force(slot, lease, gpus))
+            return _Block(lease, slot, stack.pop_all())
+
+    def _take(self) -> tuple[_leases.Lease, int]:
+        with _turn:
+            for kept in _kept:
+                if 0 < self.gpus <= kept[1]:
+                    _kept.remove(kept)
+                    kept[0].waited_s = 0.0
+                    return kept
+            _refuse_started(self.gpus)
         with _interrupts.call("gpu_slot") as running:
-            return _guard.lease(running, _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout))
+            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout)
+            return _guard.lease(running, options, for_this_process=True), self.gpus
+
+
+@dataclass(eq=False)
+class _Block:
+    """An open hold of this process. It ends with the last `with` that uses it, in whatever order they end."""
+
+    lease: _leases.Lease
+    slot: Slot
+    end: ExitStack
+    users: int = 0
+
+
+_blocks: dict[str, _Block] = {}
+"""The open holds, by the words of their leases."""
+
+
+@contextmanager
+def _used(block: _Block) -> Iterator[_Block]:
+    _blocks[block.lease.nonce] = block
+    block.users += 1
+    try:
+        yield block
+        if block.users == 1:
+            _check_came_up(block.lease)
+    finally:
+        block.users -= 1
+        if not block.users:
+            del _blocks[block.lease.nonce]
+            block.end.close()
+
+
+def _check_came_up(lease: _leases.Lease) -> None:
+    """A GPU that was held, and on which JAX did not come up, is an error, not hours on the CPU."""
+    devices = _jax_state.local_devices() if lease.devices[0].is_gpu else []
+    if devices and all(device.platform == "cpu" for device in devices):
+        names = ", ".join(device.id for device in lease.devices)
+        text = (
+            f"the held GPU {names} did not come up in JAX, which ran on the CPU. See JAX's warning above, and whether "
+            "the CUDA plugin is installed and fits this jaxlib and driver."
+        )
+        raise errors.NoDevices(text)
 
 
 def _slot(lease: _leases.Lease, gpus: int) -> Slot:
@@ -123,13 +171,13 @@ def _slot_of_this_worker(hold: _holds.Hold) -> Slot:
 
 def _refuse_started(gpus: int) -> None:
     """Raise if JAX has started here in a way that a slot cannot be reconciled with."""
-    if not _jax_state.started() or _kept:
+    if not _jax_state.started():
         return
     devices = _jax_state.local_devices()
     request = _devices.request(gpus)
     if request.candidates[0].is_gpu:
         seen = sum(device.platform == "gpu" for device in devices)
-        if seen and gpus == len(request.candidates):
+        if seen and gpus == len(request.candidates) and not _kept:
             return  # it sees no GPU that it will not hold
         text = (
             f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}{_jax_state.starters()}, before "
@@ -154,18 +202,32 @@ def _names(devices: list[Any]) -> str:
 def _in_force(slot: Slot, lease: _leases.Lease, gpus: int) -> Iterator[None]:
     """JAX that starts in this process starts on the slot's devices; what a child process inherits says so too."""
     news = {**slot.env, _settings.HOLD: lease.nonce}
-    before = {name: os.environ.get(name) for name in news}
-    os.environ.update(news)
-    config = _configure_jax(slot, gpus)
+    config: dict[str, Any] = {}
+    with _turn:
+        for name in news:
+            _devices.OUTSIDE.setdefault(name, os.environ.get(name))
+        _said.append(news)
+        os.environ.update(news)
     try:
+        config = _configure_jax(slot, gpus)
         yield
     finally:
-        for name, value in before.items():
+        _unsay(news)
+        _restore_jax(config)
+
+
+def _unsay(news: dict[str, str]) -> None:
+    """Threads may leave crosswise: the last one that is still inside has its say, and after it what was outside."""
+    with _turn:
+        _said[:] = [said for said in _said if said is not news]
+        for name, outside in _devices.OUTSIDE.items():
+            value = next((said[name] for said in reversed(_said) if name in said), outside)
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _restore_jax(config)
+        if not _said:
+            _devices.OUTSIDE.clear()
 
 
 def _configure_jax(slot: Slot, gpus: int) -> dict[str, Any]:
@@ -197,7 +259,16 @@ def _let_go(lease: _leases.Lease, gpus: int) -> None:
         lease.close()
 
 
-_descriptors.after_fork_in_child(_kept.clear)
+def _after_fork_in_child() -> None:
+    global _turn  # noqa: PLW0603 – the old lock may be held by a thread that does not exist here
+    _turn = threading.Lock()
+    _kept.clear()
+    _said.clear()
+    _blocks.clear()
+    _devices.OUTSIDE.clear()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)
 
 
 @overload

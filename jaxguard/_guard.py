@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -22,6 +21,7 @@ from . import (
     _devices,
     _dialogue,
     _holds,
+    _inherited,
     _interrupts,
     _jax_state,
     _leases,
@@ -135,26 +135,28 @@ def _nested(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run in the hold that is there, and ask for nothing: nobody waits for an ancestor."""
+    _holds.refuse_while_importing(name)
     _holds.refuse_more(hold, name, options.gpus)
-    if hold.call is not None:
-        return hold.call(function, *args, **kwargs)
     asked = [word for word, is_asked in (("env", options.env), ("timeout", options.timeout < math.inf)) if is_asked]
     if asked:
+        words = " and ".join(f"{word}=" for word in asked)
         text = (
-            f"{name} was called inside another guarded call or gpu_slot, so it runs in that process; but its guard "
-            f"asks for {' and '.join(f'{word}=' for word in asked)}, which needs a process of its own. Put that on the "
-            "outer guard, or call it outside."
+            f"{name} was called inside another guarded call, gpu_slot or `with isolated_jax_worker()`, and runs "
+            f"in the slot that is held there; but its guard asks for {words}, which needs a process of its own. Put "
+            "that on the outer guard, or call it outside."
         )
         raise errors.JaxguardError(text)
+    if hold.call is not None:
+        return hold.call(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
 # ---------------------------------------------------------------- slot and worker
 
 
-def lease(running: _interrupts.Call, options: Options) -> _leases.Lease:
+def lease(running: _interrupts.Call, options: Options, *, for_this_process: bool = False) -> _leases.Lease:
     """Wait for a slot and take it."""
-    request = _request(running, options)
+    request = _request(running, options, for_this_process=for_this_process)
     return _queue(running, options, request, lambda: _leases.try_take(request.candidates, request.take))
 
 
@@ -172,10 +174,11 @@ def _lease_or_warm(running: _interrupts.Call, options: Options, key: Hashable) -
     return _queue(running, options, request, attempt)
 
 
-def _request(running: _interrupts.Call, options: Options) -> _devices.Request:
+def _request(running: _interrupts.Call, options: Options, *, for_this_process: bool = False) -> _devices.Request:
     _holds.refuse_under_ancestor(running.name)
     request = _devices.request(options.gpus)
-    _refuse_occupied(request)
+    if not for_this_process:  # `gpu_slot` has looked at that in its own way
+        _refuse_occupied(request)
     return request
 
 
@@ -183,7 +186,7 @@ def _queue(
     running: _interrupts.Call, options: Options, request: _devices.Request, attempt: Callable[[], Found | None]
 ) -> Found:
     began = time.monotonic()
-    found = _line.wait(request, options.slot_timeout, attempt, running.wake, running.check)
+    found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check)
     taken = found if isinstance(found, _leases.Lease) else found.lease
     taken.waited_s = time.monotonic() - began
     return found
@@ -238,17 +241,15 @@ def converse(
 def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialogue.Worker:
     """Start a worker on a lease."""
     cores = _devices.cores_of(lease.devices, options.gpus)
-    mark = _starting.new_mark()
     lease_env = {
         **_devices.variables(lease.devices, options.gpus),
         _settings.HOLD: lease.nonce,
-        _settings.RUN: mark,
     }
     if "PJRT_NPROC" not in packed.env:
         lease_env["PJRT_NPROC"] = str(len(cores))
     setup = _worker.Setup(
         env=packed.env | lease_env,
-        path=[entry or os.getcwd() for entry in sys.path],
+        path=_inherited.search_path(),
         cores=cores,
         gpus=options.gpus,
         devices=lease.devices,
@@ -256,7 +257,7 @@ def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialog
         preload=_starting.preload(),
         picture=packed.picture,
     )
-    return _dialogue.Worker(lease, packed.key, setup, lease_env, mark)
+    return _dialogue.Worker(lease, packed.key, setup, lease_env)
 
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:

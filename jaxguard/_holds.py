@@ -86,6 +86,32 @@ def opened_for_process(hold: Hold) -> None:
     os.environ[_settings.HOLD] = hold.nonce
 
 
+@contextmanager
+def importing(name: str) -> Iterator[None]:
+    """This worker is importing the module of its function."""
+    _here.importing = name
+    try:
+        yield
+    finally:
+        del _here.importing
+
+
+def refuse_while_importing(name: str) -> None:
+    """Raise if a guarded call is made by the import of a guarded function's own module.
+
+    Raises:
+        JaxguardError: Each worker would run the whole program again.
+    """
+    function = getattr(_here, "importing", None)
+    if function is not None:
+        text = (
+            f"{name} was called while a worker (pid {os.getpid()}) imports the module of {function}: that module runs "
+            "its study when it is imported, so each worker would run it again. Put that part into a function, or under "
+            'if __name__ == "__main__":'
+        )
+        raise errors.JaxguardError(text)
+
+
 def refuse_under_ancestor(name: str) -> None:
     """Raise if an ancestor process holds a slot for this one.
 

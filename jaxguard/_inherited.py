@@ -2,8 +2,8 @@
 
 Environment, working directory, `sys.path`, `sys.argv`, JAX settings changed by hand, loggers' levels, warnings
 filters, Hydra's state, `multiprocessing`'s start method and key. Not: the platform, the visible devices, memory and
-the default device, which come from the lease. Log records travel the other way: the worker's root logger sends them to
-the parent, where the logger of the same name handles them.
+the default device, which come from the lease. Log records and warnings travel the other way: the parent handles them
+as if they had been made there.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _NOT_CARRIED = (
     "jax_persistent_cache",
 )
 """JAX settings, by prefix, that belong to the lease, or that each worker reads from its environment."""
-_logging_to_parent: Callable[[bytes], None] | None = None
+_to_parent: Callable[[bytes], None] | None = None
+_to_parent_pid = 0
 
 
 def capture() -> dict[str, Any]:
     """Take a picture of this process, for a worker that begins now."""
     return {
         "cwd": _cwd(),
-        "path": [entry or _cwd() for entry in sys.path],
+        "path": search_path(),
         "argv": list(sys.argv),
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -58,6 +59,12 @@ def changing() -> dict[str, Any]:
     }
 
 
+def search_path() -> list[str]:
+    """`sys.path` as another process can use it: the import system itself passes over what is no text."""
+    entries: list[object] = list(sys.path)
+    return [entry or _cwd() for entry in entries if isinstance(entry, str)]
+
+
 def apply(picture: dict[str, Any]) -> None:
     """Make a picture true here, before any user code runs."""
     try:
@@ -74,6 +81,8 @@ def apply_changing(picture: dict[str, Any]) -> None:
     _apply_jax(picture["jax"])
     _apply_levels(picture["levels"])
     logging.captureWarnings(picture["captures_warnings"])
+    if not picture["captures_warnings"]:
+        warnings.showwarning = _warning_to_parent
     if picture["hydra"] is not None:  # before the filters: what its import warns of is not the user's doing
         _apply_hydra(picture["hydra"])
     _apply_warning_filters(picture["warnings"])
@@ -154,14 +163,15 @@ class _ToParent(logging.Handler):
     """Sends records to the parent."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _logging_to_parent is None:
+        if _to_parent is None or os.getpid() != _to_parent_pid:
+            logging.lastResort.handle(record)  # type: ignore[union-attr]  # a child process of the worker: as without handlers
             return
         try:
             fields = dict(record.__dict__, msg=record.getMessage(), args=None)
             if record.exc_info:
                 fields["exc_text"] = record.exc_text or logging.Formatter().formatException(record.exc_info)
                 fields["exc_info"] = None
-            _logging_to_parent(pickle.dumps({name: value for name, value in fields.items() if _simple(value)}))
+            _to_parent(pickle.dumps({name: value for name, value in fields.items() if _simple(value)}))
         except Exception:  # noqa: BLE001 – as all handlers do
             self.handleError(record)
 
@@ -171,18 +181,54 @@ def _simple(value: object) -> bool:
 
 
 def log_to(send: Callable[[bytes], None]) -> None:
-    """Send each record of this worker through `send`, and print none here."""
-    global _logging_to_parent  # noqa: PLW0603 – one worker, one parent
-    _logging_to_parent = send
+    """Send each record and warning of this worker through `send`, and print none here."""
+    global _to_parent, _to_parent_pid
+    _to_parent, _to_parent_pid = send, os.getpid()
     for logger in _loggers():
         logger.handlers.clear()
         logger.propagate = True
     logging.getLogger().handlers[:] = [_ToParent()]
 
 
+def _warning_to_parent(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    """Stands for `warnings.showwarning`: the parent shows it, or catches it, or has shown it before."""
+    if _to_parent is not None and file is None and os.getpid() == _to_parent_pid:
+        try:
+            kind = _calls.pack(category, plain=True).data
+        except Exception:  # noqa: BLE001 – a category that cannot travel
+            kind = _calls.pack(UserWarning, plain=True).data
+        _to_parent(pickle.dumps((str(message), kind, filename, lineno)))
+        return
+    stream = sys.stderr if file is None else file
+    stream.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+_shown: dict[Any, Any] = {}
+"""The registry of `warnings` for those of workers: many workers warn of one place, and one line is enough."""
+
+
 def handle(data: bytes) -> None:
-    """Let a worker's record be handled here as if it had been made here."""
-    record = logging.makeLogRecord(pickle.loads(data))
+    """Let a worker's log record or warning be handled here as if it had been made here."""
+    news = pickle.loads(data)
+    if isinstance(news, tuple):
+        message, kind, filename, lineno = news
+        try:
+            category = _calls.unpack(kind, [])
+        except Exception:  # noqa: BLE001 – a category that is not importable here
+            category = UserWarning
+        try:
+            warnings.warn_explicit(message, category, filename, lineno, registry=_shown)
+        except Warning:  # a filter that became "error" since the call began: the trial is worth more
+            warnings.showwarning(message, category, filename, lineno)
+        return
+    record = logging.makeLogRecord(news)
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)

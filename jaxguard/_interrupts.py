@@ -128,6 +128,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _stopping = None  # a handler that returns has decided that the process goes on
         before(number, frame)
         return
+    if all(running.thread != main for running in calls):
+        # The main thread waits for others (`n_jobs` > 1): it must not come back from there as if all were well.
+        _end_by(number, calls)
+        return
     # The default: this process ends. Not from here: the main thread must be free to finish its own trial. And not
     # daemonic: a main thread that reaches its end first must still be ended by the signal.
     threading.Thread(target=_end_by, args=(number, calls), name="jaxguard-end", daemon=False).start()

@@ -16,6 +16,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_IN_USE = (
+    "this worker is in use by another thread: its one slot runs one function at a time. To run several, decorate the "
+    "function with isolated_jax_worker instead, or open a block in each thread."
+)
+
+
 class Worker:
     """What `with isolated_jax_worker() as worker` gives: runs functions in the slot that the block holds."""
 
@@ -33,11 +39,16 @@ class Worker:
             WorkerTimeout: If it took longer than the guard's `timeout`.
             RuntimeError: If another thread is using this worker, or its block has ended.
         """
+        if not callable(function):
+            text = (
+                f"worker(function, *args) takes a function and its arguments, not {function!r}: it calls the function"
+            )
+            raise TypeError(text)
         inner = unguarded(function)
         if self._lease is None:  # inside another hold, or inline
             return _guard.call(inner, self._options, args, kwargs)  # type: ignore[no-any-return]
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this worker is in use by another thread: a slot runs one function at a time")
+            raise RuntimeError(_IN_USE)
         try:
             return self._run(inner, args, kwargs)  # type: ignore[no-any-return]
         finally:
@@ -90,8 +101,14 @@ class IsolatedJaxWorker:
 
     options: _packing.Options
 
-    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
+    def __call__(self, function: Callable[P, R], /, *rest: object, **named: object) -> Callable[P, R]:
         """Guard a function."""
+        if rest or named:
+            text = (
+                "isolated_jax_worker(...) guards a function. To run one at once, hold the slot first: "
+                "`with isolated_jax_worker() as worker: worker(function, *args)`."
+            )
+            raise TypeError(text)
         _refuse(function)
         options = self.options
 
@@ -140,6 +157,9 @@ def _refuse(function: Any) -> None:
         text = f"isolated_jax_worker guards a function, not {function!r}. Its options are keyword-only."
         raise TypeError(text)
     _guard.refuse_unfinished(function, "Guard a plain function that does the work and returns the result.")
+    if isinstance(function, staticmethod | classmethod):
+        text = f"{name} is a {type(function).__name__}: write @{type(function).__name__} above the guard, not below it."
+        raise TypeError(text)
     if isinstance(function, type):
         text = f"{name} is a class: guard the function or method that does the work."
         raise TypeError(text)
@@ -235,7 +255,7 @@ def isolated_jax_worker(
 
 def _check_timeout(timeout: object) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        text = f"timeout must be a number of seconds, not {timeout!r}"
+        text = f"timeout must be a number of seconds (inf, the default, sets no limit), not {timeout!r}"
         raise TypeError(text)
     if math.isnan(timeout) or timeout <= 0:
         text = f"timeout must be more than 0 seconds, not {timeout}; inf sets no limit"

@@ -59,6 +59,7 @@ def main(control: Connection, parent: int, preload: list[str], mask: set[signal.
     """Be the keeper of `parent`, until it ends."""
     os.setsid()
     _linux.become_subreaper()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would have deaths go unseen here too
     for number in _IGNORED:  # the parent decides; it ends us by ending
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

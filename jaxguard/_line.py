@@ -33,6 +33,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.5
 
 
 def wait(
+    name: str,
     request: Request,
     slot_timeout: float,
     attempt: Callable[[], Slot | None],
@@ -42,6 +43,7 @@ def wait(
     """Wait until `attempt` gives a slot.
 
     Args:
+        name: Who waits, for messages.
         request: What is waited for.
         slot_timeout: For how long, in seconds; 0 tries once.
         attempt: Takes the slot if it is there; called only when it is this request's turn.
@@ -70,7 +72,10 @@ def wait(
                     raise _timeout(request, now - began, holders, ahead)
                 if now >= warn_at:
                     logger.warning(
-                        "waiting for a slot since %.0f s: %s", now - began, describe(request, holders, ahead)
+                        "jaxguard: %s waits for a slot since %.0f s: %s",
+                        name,
+                        now - began,
+                        describe(request, holders, ahead),
                     )
                     warn_at = now + _WARN_EVERY_S
                 place.sleep(ahead[-1:] or holders, min(left, warn_at - now), wake)
@@ -188,6 +193,8 @@ def _who(beacon: _beacons.Sighting) -> str:
     pid = proved.pid if proved is not None and proved.pid else beacon.pid
     user = f"uid {proved.uid}, " if proved is not None else ""
     since = datetime.fromtimestamp(beacon.since).astimezone().strftime("%H:%M:%S")
+    if pid == os.getpid():
+        return f"this process (pid {pid}: another trial, or a gpu_slot block of another thread, since {since})"
     return f"pid {pid} ({user}`{_linux.command(pid)}`, since {since})"
 
 
@@ -198,7 +205,7 @@ def _timeout(
     number = "slot" if request.take == 1 else f"{request.take} slots"
     text = (
         f"no {kind} {number} free after {waited_s:.1f} s: {describe(request, holders, ahead)}. "
-        "Raise slot_timeout=, lower n_jobs, or stop that process."
+        "Raise slot_timeout=, lower n_jobs, or end what holds it."
     )
     pids = tuple(dict.fromkeys(_pid(beacon) for beacon in sorted(holders, key=lambda beacon: beacon.since)))
     return errors.SlotTimeout(text, waited_s=waited_s, holders=pids)
@@ -207,7 +214,7 @@ def _timeout(
 def check_slot_timeout(slot_timeout: object) -> None:
     """Raise unless `slot_timeout` is a number of seconds, 0 or more."""
     if isinstance(slot_timeout, bool) or not isinstance(slot_timeout, int | float):
-        text = f"slot_timeout must be a number of seconds, not {slot_timeout!r}"
+        text = f"slot_timeout must be a number of seconds (inf, the default, never gives up), not {slot_timeout!r}"
         raise TypeError(text)
     if math.isnan(slot_timeout) or slot_timeout < 0:
         text = f"slot_timeout must be 0 (try once) or more seconds, not {slot_timeout}; inf never gives up"

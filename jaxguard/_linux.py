@@ -10,6 +10,7 @@ import fcntl
 import functools
 import itertools
 import os
+import select
 import signal
 import socket
 import struct
@@ -58,6 +59,13 @@ def range_is_locked(fd: int, start: int, length: int) -> bool:
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return bool(kind != fcntl.F_UNLCK)
+
+
+def wait_readable(descriptor: int, limit_s: float) -> bool:
+    """Wait until a descriptor is readable and say whether it is; `select` knows none from 1024 on."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * limit_s))
 
 
 class Peer(NamedTuple):

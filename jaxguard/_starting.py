@@ -8,11 +8,9 @@ that execs, all others one that forks.
 from __future__ import annotations
 
 import atexit
-import itertools
 import multiprocessing
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -49,6 +47,8 @@ class Started:
             there = [line_there.detach(), pipe_there.detach(), stdout_there, stderr_there]
             _descriptors.own(pipe.fileno(), line.fileno(), stdout, stderr, self.stacks, *there)
         self.pipe, self.line = pipe, line
+        self.mark = keeper.mark
+        self.keeper_pid = keeper.pid
         self.outputs = {stdout: "stdout", stderr: "stderr"}
         line.setblocking(False)
         for descriptor in self.outputs:
@@ -101,7 +101,9 @@ class _KeeperOfThisProcess:
         resource_tracker.ensure_running()
         standard_resource_tracker.ensure_running()
         self.thread_variables = _devices.thread_variables()
+        self.mark = f"{os.getpid()}-{secrets.token_hex(6)}"
         env = {name: value for name, value in self.thread_variables.items() if name not in os.environ}
+        env[_settings.RUN] = self.mark
         self.read_at_import = read_at_import({**os.environ, **env})
         with _descriptors.creating():
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,7 +131,7 @@ class _KeeperOfThisProcess:
             _descriptors.own(self._pidfd)
 
     def alive(self) -> bool:
-        return not select.select([self._pidfd], [], [], 0)[0]
+        return not _linux.wait_readable(self._pidfd, 0)
 
     def order(self, way: bytes, descriptors: list[int]) -> None:
         socket.send_fds(self._control, [way], descriptors)
@@ -197,29 +199,23 @@ _descriptors.after_fork_in_child(_after_fork_in_child)
 
 # ---------------------------------------------------------------- when the keeper is gone
 
-_serials = itertools.count()
 _SWEEP_BOUND_S = 5.0
 
 
-def new_mark() -> str:
-    """What JAXGUARD_RUN says in the environment of one worker and of all that it starts."""
-    return f"{os.getpid()}-{secrets.token_hex(6)}-{next(_serials)}"
+def sweep_without_keeper(mark: str) -> None:
+    """End what a dead keeper left: all that has its mark in the environment with which it was started.
 
-
-def sweep_without_keeper(session: int, run: str) -> None:
-    """End what a dead keeper's worker left: found by its session, and by its mark in their environment.
-
-    The worker itself died with the keeper; its descendants are spread by then.
+    Its workers died with it; their descendants are spread by then, in sessions of their own some of them.
     """
-    mark = f"{_settings.RUN}={run}".encode()
+    line = f"{_settings.RUN}={mark}".encode()
     until = time.monotonic() + _SWEEP_BOUND_S
-    while (killed := _kill_marked(session, mark)) and time.monotonic() < until:  # to a fixed point, as the keeper does
+    while (killed := _kill_marked(line)) and time.monotonic() < until:  # to a fixed point, as the keeper does
         for pidfd in killed:
-            select.select([pidfd], [], [], max(0.0, until - time.monotonic()))
+            _linux.wait_readable(pidfd, max(0.0, until - time.monotonic()))
             os.close(pidfd)
 
 
-def _kill_marked(session: int, mark: bytes) -> list[int]:
+def _kill_marked(line: bytes) -> list[int]:
     killed = []
     own = os.getpid()
     for name in os.listdir("/proc"):
@@ -231,7 +227,7 @@ def _kill_marked(session: int, mark: bytes) -> list[int]:
             continue
         try:
             status = _linux.status(int(name))
-            if status is not None and (status.session == session or _has(int(name), mark)):
+            if status is not None and _has(int(name), line):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 if status.state not in "ZX":
                     killed.append(pidfd)
@@ -242,9 +238,9 @@ def _kill_marked(session: int, mark: bytes) -> list[int]:
     return killed
 
 
-def _has(pid: int, mark: bytes) -> bool:
+def _has(pid: int, line: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
+            return line in file.read().split(b"\0")
     except OSError:
         return False

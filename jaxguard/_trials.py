@@ -12,6 +12,7 @@ pruner and storage works, and nothing is a silent copy.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -59,25 +60,26 @@ class Roots:
         return _remote, (self.call, index, (), isinstance(obj, optuna.trial.Trial))
 
     def serve(self, frame: _frames.Frame) -> _calls.Packed:
-        """Do what the worker asks on the real object; the answer says (True, value) or (False, exception)."""
+        """Do what the worker asks on the real object; the answer says its number, and what came of it."""
+        number = -1
         try:
             with _resolving(self):
-                call, index, path, verb, args, kwargs = _calls.unpack(frame.data, frame.descriptors)
+                number, call, index, path, verb, args, kwargs = _calls.unpack(frame.data, frame.descriptors)
             target = self._walk(call, index, path)
             if verb == "call":
                 answer = target(*args, **kwargs)
                 _refuse_resident(answer, path)
-                return _calls.pack((True, answer), plain=True)
+                return _calls.pack((number, True, answer), plain=True)
             if verb == "set":
                 setattr(target, *args)
-                return _calls.pack((True, None), plain=True)
+                return _calls.pack((number, True, None), plain=True)
             if isinstance(target, (types.MethodType, types.FunctionType, types.BuiltinMethodType)):
-                return _calls.pack((True, METHOD), plain=True)
+                return _calls.pack((number, True, METHOD), plain=True)
             if _stays(target):
-                return _calls.pack((True, _At(path)), plain=True)
-            return _calls.pack((True, target), plain=True)
+                return _calls.pack((number, True, _At(path)), plain=True)
+            return _calls.pack((number, True, target), plain=True)
         except Exception as error:  # noqa: BLE001 – it is the objective's to catch
-            return _calls.Packed(_pack_failure(error), [])
+            return _calls.pack((number, False, _exceptions.pack(error)), plain=True)
 
     def _walk(self, call: str, index: int, path: Path) -> Any:
         if call != self.call:
@@ -105,10 +107,6 @@ def _refuse_resident(obj: object, path: Path) -> None:
     if _stays(obj):
         text = f"{'.'.join(path)}() gives a {type(obj).__name__}, which stays in the study's process: call it there"
         raise TypeError(text)
-
-
-def _pack_failure(error: BaseException) -> bytes:
-    return _calls.pack((False, _exceptions.pack(error)), plain=True).data
 
 
 _context = threading.local()
@@ -149,43 +147,83 @@ _pipe: _frames.BlockingPipe | None = None
 _call = ""
 _pid = 0
 _methods: set[tuple[str, Path]] = set()
-_posted: deque[tuple[bytes, bytes]] = deque()
+_posted: deque[tuple[bytes, bytes]] = deque(maxlen=10_000)
+_numbers = itertools.count()
+_cut_off = False
+_listening = False
+"""Whether the parent reads the pipe at this moment."""
 
 
 def open_call(pipe: _frames.BlockingPipe, call: str) -> None:
-    """From now on, remote objects of this call may use the pipe."""
-    global _pipe, _call, _pid
+    """From now on, remote objects of this call may use the pipe, and what is posted is sent."""
+    global _pipe, _call, _pid, _listening
     with _turn:
-        _pipe, _call, _pid = pipe, call, os.getpid()
+        _pipe, _call, _pid, _listening = pipe, call, os.getpid(), True
+    _send_posted()
 
 
-def close_call(kind: bytes, answer: _calls.Packed) -> None:
-    """Send the call's answer; no thread that it left behind uses the pipe after it."""
-    global _pipe
+def close_call(kind: bytes, answer: _calls.Packed, *, last: bool) -> None:
+    """Send the call's answer; no thread that it left behind uses the trial after it.
+
+    What is posted later waits for the next call, unless this was the last: then the parent listens to the end.
+    """
+    global _call, _listening
+    _send_posted()
     with _turn:
-        _send_posted()
-        pipe, _pipe = _pipe, None
-        if pipe is not None:
-            pipe.send(kind, answer.data, answer.descriptors)
+        _call, _listening = "", last
+        if _pipe is not None:
+            _send(_pipe, kind, answer)
+
+
+def _send(pipe: _frames.BlockingPipe, kind: bytes, packed: _calls.Packed) -> None:
+    """Send a frame whole, or never another one.
+
+    Raises:
+        Closed: If an earlier one was cut off in the middle, because a signal handler of the objective raised.
+    """
+    global _cut_off  # noqa: PLW0603 – see open_call
+    if _cut_off:
+        raise _frames.Closed("a signal handler raised while this worker was sending, so the line cannot be used again")
+    _cut_off = True
+    pipe.send(kind, packed.data, packed.descriptors)
+    _cut_off = False
+
+
+def end() -> None:
+    """The parent listens until this process is gone: what is posted is sent."""
+    global _listening  # noqa: PLW0603 – see open_call
+    _listening = True
+    _send_posted()
 
 
 def post(kind: bytes, data: bytes) -> None:
     """Send a frame that wants no answer, now or as soon as the pipe is free; never wait for it.
 
     Never: a log record may be made anywhere, also by a finalizer that the garbage collector runs in the thread that
-    has the pipe at this moment.
+    has the pipe at this moment. In a child process of the worker there is no pipe: it prints as any program does.
     """
-    _posted.append((kind, data))
-    while _posted and _turn.acquire(blocking=False):
+    if os.getpid() == _pid:
+        _posted.append((kind, data))
+        _send_posted()
+
+
+def _send_posted() -> None:
+    """Send what was posted, unless another thread has the pipe: that one sends it then."""
+    while _posted and _listening and _turn.acquire(blocking=False):
         try:
-            _send_posted()
+            while _posted and _pipe is not None:
+                kind, data = _posted.popleft()
+                _send(_pipe, kind, _calls.Packed(data, []))
         finally:
             _turn.release()
 
 
-def _send_posted() -> None:
-    while _posted and _pipe is not None:
-        _pipe.send(*_posted.popleft())
+def _answer(pipe: _frames.BlockingPipe, number: int) -> tuple[bool, Any]:
+    while True:
+        frame = pipe.receive()
+        answered, good, value = _calls.unpack(frame.data, frame.descriptors)
+        if answered == number:  # else one that nobody waits for any more: a signal handler had raised
+            return good, value
 
 
 def _ask(call: str, index: int, path: Path, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,15 +233,17 @@ def _ask(call: str, index: int, path: Path, verb: str, args: tuple[Any, ...], kw
         )
     plain_args = tuple(map(_calls.without_jax, args))
     plain_kwargs = {name: _calls.without_jax(value) for name, value in kwargs.items()}
-    request = _calls.pack((call, index, path, verb, plain_args, plain_kwargs), plain=True)
-    with _turn:
-        if _pipe is None or call != _call:
-            raise RuntimeError(_ENDED)
-        _pipe.send(b"R", request.data, request.descriptors)
-        answer = _pipe.receive()
-        _send_posted()
-    _descriptors.close(*request.descriptors)
-    good, value = _calls.unpack(answer.data, answer.descriptors)
+    number = next(_numbers)
+    request = _calls.pack((number, call, index, path, verb, plain_args, plain_kwargs), plain=True)
+    try:
+        with _turn:
+            if _pipe is None or not call or call != _call:
+                raise RuntimeError(_ENDED)
+            _send(_pipe, b"R", request)
+            good, value = _answer(_pipe, number)
+    finally:
+        _descriptors.close(*request.descriptors)
+    _send_posted()
     if not good:
         raise _exceptions.unpack(value)
     return value

@@ -102,7 +102,9 @@ def _run(pipe: _frames.BlockingPipe, frame: _frames.Frame, stacks: int, lease: l
         _descriptors.own(pipe.connection.fileno(), stacks, *lease)
         _become(setup, pipe, stacks, forked=forked)
         exit_code = _Desk(setup, pipe).serve()
-    except _frames.Closed:
+    except _frames.Closed as why:
+        if why.args:
+            sys.stderr.write(f"jaxguard: {why}\n")
         os._exit(_ALONE)
     _ending.end(exit_code)
 
@@ -184,6 +186,7 @@ class _Desk:
         while True:
             kind, data, descriptors = self._pipe.receive()
             if kind == QUIT:
+                _trials.end()
                 return 0
             if kind == CHANGED:
                 self._change(data)
@@ -235,7 +238,8 @@ class _Desk:
             **self._counts.take(),
         }
         head = pickle.dumps(facts)
-        _trials.close_call(kind, answer._replace(data=b"".join((len(head).to_bytes(4, "big"), head, answer.data))))
+        data = b"".join((len(head).to_bytes(4, "big"), head, answer.data))
+        _trials.close_call(kind, answer._replace(data=data), last=job.last)
         _descriptors.close(*answer.descriptors)
         return exit_code
 
@@ -271,7 +275,10 @@ def _once(packed: bytes, descriptors: list[int]) -> Callable[[], Callable[..., A
     def function() -> Callable[..., Any]:
         if not made:
             value = _calls.unpack(packed, descriptors)
-            made.append(value.resolve() if isinstance(value, _calls.Reference) else value)
+            if isinstance(value, _calls.Reference):
+                with _holds.importing(value.qualname):
+                    value = value.resolve()
+            made.append(value)
         return made[0]
 
     return function

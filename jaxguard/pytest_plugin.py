@@ -32,9 +32,12 @@ def jaxguard_inline() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def jaxguard_slot() -> Iterator[Any]:
-    """A slot for this test process (each pytest-xdist worker is one): tests that use JAX here have its devices."""
+    """A slot for the test's own process (each pytest-xdist worker is one) while the test runs.
+
+    Guarded calls of that test run in this process too. On a GPU, the process keeps the slot once JAX has started.
+    """
     from ._gpu_slot import gpu_slot
 
     with gpu_slot() as slot:

@@ -286,7 +286,7 @@ def test_cpu_slots_on_a_host_with_gpus(driver: Driver) -> None:
 # ---------------------------------------------------------------------------------------- what cannot be had
 
 
-def test_a_plugin_without_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def test_a_plugin_without_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's GPU plugin on a host whose driver lists nothing is an error, not hours on the CPU."""
     monkeypatch.setattr(_devices, "_cuda_plugin", lambda: "jax_cuda12_plugin")
 
@@ -311,7 +311,7 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def test_no_plugin_and_no_driver_is_a_cpu_host(no_gpu: None) -> None:  # noqa: ARG001
+def test_no_plugin_and_no_driver_is_a_cpu_host(no_gpu: None) -> None:
     """Without GPUs there is one slot per two cores, at least one, each user's own."""
     slots = _devices.request(1).candidates
 

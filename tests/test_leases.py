@@ -305,7 +305,10 @@ def test_a_program_that_the_holder_starts_keeps_nothing(card: str) -> None:
     """No descriptor of a lease passes through exec, though the starter closes none."""
     lease = take(card)
     assert lease is not None
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+    words = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # exec is over: the kernel closes descriptors one by one
         lease.close()
         assert is_free(card)
         assert child.poll() is None
