@@ -294,4 +294,4 @@ def _like_a_main_process(start_method: str | None, authkey: bytes) -> None:
     own.update(_identity=(), _parent_pid=None, _popen=None)
     own["_config"] = {"authkey": process.authkey, "semprefix": "/mp"}
     vars(multiprocessing.process).update(_parent_process=None)
-    vars(multiprocessing.process)["_children"].clear()
+    vars(multiprocessing.process).get("_children", set()).clear()

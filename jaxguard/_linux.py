@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
-import itertools
 import os
 import select
 import signal
@@ -109,10 +108,16 @@ def command(pid: int) -> str:
             words = [word.decode("utf-8", "replace") for word in file.read().split(b"\0") if word]
     except OSError:
         return "?"
-    for before, word in itertools.pairwise(words):
-        if before == "-m" or not word.startswith("-"):
-            return " ".join(word.split())[:60]
-    return words[0] if words else "?"
+    rest = iter(words)
+    program = os.path.basename(next(rest, "?"))
+    for word in rest:
+        if word == "-c":
+            return f"{program} -c"
+        if word in {"-W", "-X"}:
+            next(rest, None)
+        elif word == "-m" or not word.startswith("-"):
+            return " ".join((next(rest, "?") if word == "-m" else word).split())[:60]
+    return program
 
 
 def children(pid: int) -> set[int]:

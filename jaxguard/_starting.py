@@ -124,7 +124,7 @@ class _KeeperOfThisProcess:
                 _descriptors.disown(end.fileno())
                 end.close()
         # It ends with this process by itself; `multiprocessing` would wait for it at exit.
-        vars(multiprocessing.process)["_children"].discard(self._process)
+        vars(multiprocessing.process).get("_children", set()).discard(self._process)
         self.pid: int = self._process.pid
         with _descriptors.creating():
             self._pidfd = os.pidfd_open(self.pid)
