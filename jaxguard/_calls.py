@@ -101,12 +101,31 @@ def unpack(data: bytes, descriptors: list[int]) -> Any:
     try:
         sources, files = pickle.loads(view[4:start])
         for descriptor, (length, _) in zip(descriptors, files, strict=True):
-            buffers.append(mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+            buffers.append(_mapped(descriptor, length))
     finally:
         _descriptors.close(*descriptors)
     for name, entry in sources.items():
         linecache.cache.setdefault(name, entry)
     return pickle.loads(view[start:], buffers=buffers)
+
+
+def _mapped(descriptor: int, length: int) -> Any:
+    """Map a memory file, private and writable, for as long as the result lives.
+
+    Not by `mmap.mmap`: that keeps a descriptor of its own, so each array that a program keeps would cost it one.
+    """
+    import numpy as np
+
+    libc = _linux.libc()
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
+    if address in {None, ctypes.c_void_p(-1).value}:
+        raise OSError(ctypes.get_errno(), f"{length} bytes of a memory file could not be mapped")
+    memory: Any = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, length).atexit = False
+    return np.frombuffer(memory, np.uint8)
 
 
 # ---------------------------------------------------------------- code and JAX values
@@ -260,6 +279,9 @@ class _Shared:
                 _descriptors.own(descriptor)
         return known._replace(descriptor=descriptor)
 
+    def forget(self) -> None:
+        self._files.clear()
+
     def _drop(self, key: tuple[int, int], file: _File) -> None:
         if self._files.get(key) is file:
             del self._files[key]
@@ -291,6 +313,7 @@ _shared = _Shared()
 
 def _after_fork_in_child() -> None:
     global _shared  # noqa: PLW0603 – its descriptors are closed here, its lock may be held by nobody
+    _shared.forget()  # or an array's end would close a descriptor that is another's by then
     _shared = _Shared()
 
 

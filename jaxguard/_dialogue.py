@@ -8,6 +8,7 @@ returns or raises.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import pickle
@@ -15,6 +16,7 @@ import select
 import signal
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +42,12 @@ from ._leases import Lease
 _GRACE_S = 3.0
 """Between asking a worker to end (SIGTERM) and ending it (SIGKILL)."""
 _STACKS_S = 1.0
+_NO_PID_S, _NO_WORKER_S = 10.0, 120.0
+"""After how long without a worker's pid this says so, and after how long its keeper is given up."""
 _END_S = 35.0
 """For how long a worker may take over its normal end; it bounds itself more narrowly."""
+
+logger = logging.getLogger("jaxguard")
 
 
 @dataclass
@@ -69,19 +75,21 @@ class Worker:
         self.idle_since = 0.0
         self._status: int | None = None
         self._keeper_gone = False
-        self._known: set[bytes] = set()
+        self._known: deque[bytes] = deque(maxlen=_worker.FUNCTIONS_KEPT)
         self._env = setup.env
         self._picture = setup.picture
         self._first_memory_bytes = 0
         self._tail = _output.Tail()
         self._condemned = False
+        self._owner = os.getpid()
         self._started = _starting.Started(lease, setup.env)
+        self._pipe = _frames.PollingPipe(self._started.pipe)
         self._lease_env = {**lease_env, _settings.RUN: self._started.mark}
         setup.env.update(self._lease_env)
-        self._pipe = _frames.PollingPipe(self._started.pipe)
         self._outputs = {fd: _output.Output(name, self._tail) for fd, name in self._started.outputs.items()}
         self._pipe_open = True
         self._answer: _frames.Frame | None = None
+        self._closed = False
         self._pipe.put(_worker.SETUP, pickle.dumps(setup))
 
     # ------------------------------------------------------------ what the guard asks for
@@ -97,7 +105,7 @@ class Worker:
         if key in self._known:
             _descriptors.close(*function.descriptors)
         else:
-            self._known.add(key)
+            self._known.append(key)
             self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
         job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
         self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
@@ -153,8 +161,16 @@ class Worker:
 
     def close(self) -> None:
         """Let go of the worker."""
-        self._pipe.close()
-        self._started.close()
+        if os.getpid() == self._owner and not self._closed:
+            self._closed = True
+            self._pipe.close()
+            self._started.close()
+
+    def __del__(self) -> None:
+        """A worker that nobody has any more (an exception came between two steps) is ended, and its slot is free."""
+        if not self.__dict__.get("_closed", True):
+            self.close()
+            self.lease.close()
 
     def drain(self) -> None:
         """Pass on what an idle worker prints, so that it is not blocked."""
@@ -177,13 +193,24 @@ class Worker:
             The stacks, if the time was up.
         """
         self._answer = None
-        begins = None if self.pid is None else time.monotonic()
+        ordered = time.monotonic()
+        begins = None if self.pid is None else ordered
+        warned = False
         stacks: str | None = None
         kill_at = math.inf
         while not self.ended and not (self._answered and not to_the_end):
             now = time.monotonic()
             if begins is None and self.pid is not None:
                 begins = now
+            if begins is None and now - ordered > _NO_PID_S:
+                if now - ordered > _NO_WORKER_S:
+                    _starting.kill_keeper(self._started.keeper_pid)
+                elif not warned:
+                    warned = True
+                    logger.warning(
+                        "jaxguard: %s has no worker after %.0f s: its keeper does not answer", talk.name, now - ordered
+                    )
+                    self._wake_keeper()
             if stacks is None:
                 deadline = math.inf if begins is None or self._answered else begins + talk.timeout
                 if now >= deadline:
@@ -201,6 +228,8 @@ class Worker:
                     self._order(_keeper.KILL)
                     self._wake_keeper()
                     kill_at = now + _GRACE_S
+            if begins is None:
+                deadline = min(deadline, now + 1)
             self._step(talk, None if deadline == math.inf else 1000 * (deadline - now) + 1, deaf=stacks is not None)
         return stacks
 

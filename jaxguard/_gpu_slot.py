@@ -137,13 +137,14 @@ _blocks: dict[str, _Block] = {}
 def _used(block: _Block) -> Iterator[_Block]:
     _blocks[block.lease.nonce] = block
     block.users += 1
+    owner = os.getpid()
     try:
         yield block
         if block.users == 1:
             _check_came_up(block.lease)
     finally:
         block.users -= 1
-        if not block.users:
+        if not block.users and os.getpid() == owner:  # a forked child drops its blocks, and must not end them
             del _blocks[block.lease.nonce]
             block.end.close()
 

@@ -37,6 +37,8 @@ class Hold:
 
 _here = threading.local()
 _process: list[Hold] = []
+_dropped: list[threading.local] = []
+"""In a forked child, the parent's: kept, so that its open blocks are not ended by being forgotten."""
 
 
 def current() -> Hold | None:
@@ -145,6 +147,7 @@ def refuse_more(hold: Hold, name: str, gpus: int) -> None:
 
 def _after_fork_in_child() -> None:
     global _here  # noqa: PLW0603 – a child holds nothing: its copies of the descriptors are closed
+    _dropped.append(_here)
     _here = threading.local()
     _process.clear()
 

@@ -139,7 +139,7 @@ def _jax_config() -> dict[str, Any]:
     settings = {}
     for name in jax.config.values:
         value = getattr(jax.config, name, None)
-        if isinstance(value, str | int | float | bool) and not name.startswith(_NOT_CARRIED):
+        if _simple(value) and not name.startswith(_NOT_CARRIED):
             settings[name] = value
     return settings
 
@@ -261,7 +261,9 @@ def _apply_levels(levels: dict[str, tuple[int, bool]]) -> None:
 
 
 def _hydra() -> bytes | None:
-    if "hydra" not in sys.modules:
+    """Hydra's state, where it has one: being imported, by pytest's plugin for one, is none."""
+    known = (("hydra.core.global_hydra", "GlobalHydra"), ("hydra.core.hydra_config", "HydraConfig"))
+    if not any(_initialized(getattr(sys.modules.get(module), name, None)) for module, name in known):
         return None
     from hydra.core.singleton import Singleton
 
@@ -269,6 +271,13 @@ def _hydra() -> bytes | None:
         return _calls.pack(Singleton.get_state(), plain=True).data
     except Exception:  # noqa: BLE001 – a plugin's state that cannot travel: the trial goes on without Hydra's state
         return None
+
+
+def _initialized(singleton: Any) -> bool:
+    if singleton is None:
+        return False
+    asked = getattr(singleton, "initialized", None) or singleton.instance().is_initialized
+    return bool(asked())
 
 
 def _apply_hydra(state: bytes) -> None:

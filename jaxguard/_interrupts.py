@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from . import _descriptors, _linux, _trials
+from . import _descriptors, _linux, _trials, errors
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FINISH_S = 2.0
@@ -72,7 +72,9 @@ def _unfinished(trial: Any) -> bool:
 
 
 _active: dict[str, Call] = {}
-_previous: dict[int, Any] = {}
+_previous: dict[int, list[Any]] = {number: [] for number in _SIGNALS}
+"""What stood before, the first one first: a program may put its own handler in front of ours, which calls ours."""
+_depth = 0
 _stopping: str | None = None
 _install_lock = threading.Lock()
 
@@ -83,6 +85,13 @@ def call(name: str) -> Iterator[Call]:
     if _stopping is not None:
         text = f"{name} was not begun: this process is told to end by {_stopping}"
         raise KeyboardInterrupt(text)
+    here = threading.get_ident()
+    if any(other.thread == here for other in list(_active.values())):
+        text = (
+            f"{name} was called while this thread is in a guarded call: by a signal handler or a finalizer that "
+            "interrupted it, whose slot it could wait for. Call it from another thread, or later."
+        )
+        raise errors.JaxguardError(text)
     _have_handlers()
     with _descriptors.creating():
         running = Call(name)
@@ -110,8 +119,9 @@ def wake_all() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _stopping  # noqa: PLW0603 – a fact about this process
-    before = _previous.get(number, signal.SIG_DFL)
+    global _stopping, _depth  # noqa: PLW0603 – facts about this process
+    stood = _previous[number]
+    before = stood[-1 - _depth] if _depth < len(stood) else signal.SIG_DFL
     if before == signal.SIG_IGN:
         return
     name = signal.Signals(number).name
@@ -126,7 +136,11 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if callable(before):
         _wait_for([running for running in calls if running.thread != main])
         _stopping = None  # a handler that returns has decided that the process goes on
-        before(number, frame)
+        _depth += 1
+        try:
+            before(number, frame)
+        finally:
+            _depth -= 1
         return
     if all(running.thread != main for running in calls):
         # The main thread waits for others (`n_jobs` > 1): it must not come back from there as if all were well.
@@ -163,7 +177,7 @@ def _install() -> None:
     for number in _SIGNALS:
         before = signal.getsignal(number)
         if before not in {_on_signal, None}:
-            _previous[number] = before
+            _previous[number].append(before)
             signal.signal(number, _on_signal)
 
 
@@ -175,7 +189,7 @@ def _uninstall() -> None:
     """
     for number in _SIGNALS:
         if signal.getsignal(number) is _on_signal:
-            signal.signal(number, _previous[number])
+            signal.signal(number, _previous[number].pop())
 
 
 def _have_handlers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,11 +139,13 @@ class IsolatedJaxWorker:
         with _interrupts.call("isolated_jax_worker()") as running:
             lease = _guard.lease(running, self.options)
         worker = Worker(self.options, lease)
+        owner = os.getpid()
         try:
             with _holds.opened(_holds.Hold(self.options.gpus, lease.nonce, lease.devices, call=worker)):
                 yield worker
         finally:
-            worker.close()
+            if os.getpid() == owner:  # a forked child drops this block when it begins, and must not end it
+                worker.close()
 
 
 def unguarded(function: Callable[P, R]) -> Callable[P, R]:

@@ -232,6 +232,6 @@ def _end_children_but(alive: set[int]) -> bool:
         try:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
-        except (ProcessLookupError, ChildProcessError):
+        except (ProcessLookupError, ChildProcessError, PermissionError):  # gone; or another user's, and not ours to end
             continue
     return bool(strays)

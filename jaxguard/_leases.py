@@ -54,6 +54,7 @@ class Lease:
         self.devices = devices
         self.nonce: str = _beacons.nonce()
         self.waited_s: float = 0.0
+        self._owner = os.getpid()
         self._locks = locks
         self._beacons: list[socket.socket] = []
         self._connections: list[socket.socket] = []
@@ -111,8 +112,15 @@ class Lease:
         self._connections = still
         return [_linux.peer(connection) for connection in still]
 
+    def __del__(self) -> None:
+        """A lease that nobody has any more (an exception came between two steps) must not keep its devices."""
+        if "_connections" in self.__dict__:
+            self.close()
+
     def close(self) -> None:
         """Give this process's hold up. The lock goes first: whoever is woken by a beacon finds the device free."""
+        if os.getpid() != self._owner:  # a forked child's copies were closed when it began
+            return
         if self._locks >= 0:
             _descriptors.close(self._locks)
             self._locks = -1

@@ -8,6 +8,7 @@ that execs, all others one that forks.
 from __future__ import annotations
 
 import atexit
+import io
 import multiprocessing
 import os
 import secrets
@@ -16,6 +17,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,14 +41,14 @@ class Started:
 
     def __init__(self, lease: _leases.Lease, env: dict[str, str]) -> None:
         keeper = _keeper_of_this_process()
-        with _descriptors.creating():
-            pipe, pipe_there = socket.socketpair()
-            line, line_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stdout, stdout_there = os.pipe2(os.O_CLOEXEC)
-            stderr, stderr_there = os.pipe2(os.O_CLOEXEC)
-            self.stacks = os.memfd_create("jaxguard-stacks", os.MFD_CLOEXEC)
+        with ExitStack() as stack, _descriptors.creating():  # whatever is raised in here, nothing stays open
+            pipe, pipe_there = self._pair(stack, socket.SOCK_STREAM)
+            line, line_there = self._pair(stack, socket.SOCK_SEQPACKET)
+            stdout, stdout_there = self._pipe(stack)
+            stderr, stderr_there = self._pipe(stack)
+            self.stacks = self._own(stack, os.memfd_create("jaxguard-stacks", os.MFD_CLOEXEC))
             there = [line_there.detach(), pipe_there.detach(), stdout_there, stderr_there]
-            _descriptors.own(pipe.fileno(), line.fileno(), stdout, stderr, self.stacks, *there)
+            stack.pop_all()
         self.pipe, self.line = pipe, line
         self.mark = keeper.mark
         self.keeper_pid = keeper.pid
@@ -56,12 +59,32 @@ class Started:
         way = _keeper.FORK if read_at_import(env) == keeper.read_at_import else _keeper.EXEC
         try:
             keeper.order(way, [*there, self.stacks, *lease.descriptors])
-        except OSError as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, OSError):
+                raise
             text = f"no worker could be started: the keeper (pid {keeper.pid}) is gone ({error}). Call again."
             raise errors.WorkerDied(text) from error
         finally:
             _descriptors.close(*there)
+
+    @staticmethod
+    def _own(stack: ExitStack, descriptor: int) -> int:
+        _descriptors.own(descriptor)
+        stack.callback(_descriptors.close, descriptor)
+        return descriptor
+
+    @classmethod
+    def _pair(cls, stack: ExitStack, kind: int) -> tuple[socket.socket, socket.socket]:
+        pair = socket.socketpair(socket.AF_UNIX, kind)
+        for end in pair:
+            cls._own(stack, end.fileno())
+        return pair
+
+    @classmethod
+    def _pipe(cls, stack: ExitStack) -> tuple[int, int]:
+        reads, writes = os.pipe2(os.O_CLOEXEC)
+        return cls._own(stack, reads), cls._own(stack, writes)
 
     def close(self) -> None:
         """Let go of the worker; the keeper ends one that still runs."""
@@ -147,15 +170,36 @@ class _KeeperOfThisProcess:
         _descriptors.close(self._pidfd)
 
 
+def kill_keeper(pid: int) -> None:
+    """Give a keeper up that does not answer: all that it keeps ends with it, and the next call starts another."""
+    with _lock:
+        if _current is not None and _current.pid == pid:
+            os.kill(pid, signal.SIGKILL)
+
+
 def _start_though_daemonic(process: Any) -> None:
     """Start a process from a daemonic one too: `multiprocessing` forbids it for fear of orphans, ours ends itself."""
     config = vars(multiprocessing.current_process()).get("_config", {})
     daemonic = config.pop("daemon", None)
     try:
-        process.start()
+        with _streams():
+            process.start()
     finally:
         if daemonic is not None:
             config["daemon"] = daemonic
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """loky flushes stdout and stderr, which a program without a terminal may not have."""
+    absent = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
+    for name in absent:
+        setattr(sys, name, io.StringIO())
+    try:
+        yield
+    finally:
+        for name in absent:
+            setattr(sys, name, None)
 
 
 _lock = threading.Lock()

@@ -292,6 +292,12 @@ class Remote:
         call, index, path, _ = _place(self)
         _ask(call, index, path, "set", (name, value), {})
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Remote and _place(self) == _place(other)
+
+    def __hash__(self) -> int:
+        return hash(_place(self))
+
     def __repr__(self) -> str:
         _, index, path, is_trial = _place(self)
         return f"<{'.'.join(('trial' if is_trial else 'study', *path))} {index} of the study's process>"

@@ -39,6 +39,8 @@ from . import (
 
 SETUP, CHANGED, FUNCTION, JOB, QUIT = b"S", b"U", b"F", b"J", b"Q"
 REMOTE, RECORD, DONE, EXCEPTION = b"R", b"L", b"D", b"X"
+FUNCTIONS_KEPT = 32
+"""How many functions a warm worker remembers, with what they captured and compiled."""
 _ALONE = 96
 """Exit code of a worker whose parent is gone; nobody is left to read it."""
 _AFTER_EXEC = "import sys; sys.path[:] = {path!r}; from jaxguard import _worker; _worker.after_exec({descriptors!r})"
@@ -193,6 +195,8 @@ class _Desk:
             elif kind == FUNCTION:
                 key, packed = data[:16], data[16:]
                 self._functions[key] = _once(packed, descriptors)
+                if len(self._functions) > FUNCTIONS_KEPT:  # the parent forgets the same one
+                    del self._functions[next(iter(self._functions))]
             else:
                 job: Job = pickle.loads(data)
                 exit_code = self._do(job, descriptors)
@@ -217,7 +221,9 @@ class _Desk:
         trusted = True
         try:
             args, kwargs = _calls.unpack(job.arguments.data, descriptors)
+            trusted = False  # a function that fails to arrive is sent to another worker next time
             function = self._functions[job.function]()
+            trusted = True
             value = function(*args, **kwargs)
             del args, kwargs
             self._check_devices()
@@ -227,7 +233,7 @@ class _Desk:
             _ending.flush()
             return _exit_code(leaving)
         except BaseException as error:  # noqa: BLE001 – it is the caller's to judge
-            trusted = not _is_runtime_error(error)
+            trusted = trusted and not _is_runtime_error(error)
             answer = _calls.Packed(_exceptions.pack(error), [])
         _ending.flush()
         facts = {
