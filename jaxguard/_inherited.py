@@ -8,6 +8,7 @@ as if they had been made there.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import multiprocessing
 import os
@@ -95,15 +96,15 @@ def _cwd() -> str:
         return "/"
 
 
-def _warning_filters() -> list[tuple[str, str, bytes, str, int]]:
-    found = []
-    for action, message, category, module, line in warnings.filters:
-        try:
-            kind = _calls.pack(category, plain=True).data
-        except Exception:  # noqa: BLE001, S112 – a category that cannot travel: its filter is lost, the trial is not
-            continue
-        found.append((action, _pattern(message), kind, _pattern(module), line))
-    return found
+def _warning_filters() -> list[tuple[str, str, str, str, int]]:
+    return [
+        (action, _pattern(message), _full_name(category), _pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+
+
+def _full_name(category: Any) -> str:
+    return f"{category.__module__}:{category.__qualname__}"
 
 
 def _pattern(text: Any) -> str:
@@ -118,14 +119,37 @@ def _pattern(text: Any) -> str:
     )
 
 
-def _apply_warning_filters(filters: list[tuple[Any, str, bytes, str, int]]) -> None:
+def _apply_warning_filters(filters: list[tuple[Any, str, str, str, int]]) -> None:
     warnings.resetwarnings()
-    for action, message, kind, module, line in filters:
-        try:
-            category = _calls.unpack(kind, [])
-        except Exception:  # noqa: BLE001, S112 – a category that is not importable here is raised by nobody here
-            continue
-        warnings.filterwarnings(action, message, category, module, line, append=True)
+    for action, message, name, module, line in filters:
+        warnings.filterwarnings(action, message, _category(name), module, line, append=True)
+
+
+class _ByName(type):
+    """A category that stands for the one of its name: no worker imports a library because the parent filters it."""
+
+    stands_for = ""
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return any(_full_name(base) == cls.stands_for for base in subclass.__mro__)
+
+
+def _category(name: str) -> type[Warning]:
+    module, _, qualname = name.partition(":")
+    if module == "builtins":
+        return getattr(builtins, qualname)  # type: ignore[no-any-return]
+    named: Any = _ByName("_ByName", (Warning,), {"stands_for": name})
+    return named  # type: ignore[no-any-return]
+
+
+def _known_category(names: list[str]) -> type[Warning]:
+    """The category of a worker's warning, or the nearest of its bases that is known here."""
+    for name in names:
+        module, _, qualname = name.partition(":")
+        found = getattr(sys.modules.get(module), qualname, None)
+        if isinstance(found, type) and issubclass(found, Warning):
+            return found
+    return Warning
 
 
 # ---------------------------------------------------------------- JAX
@@ -200,11 +224,8 @@ def _warning_to_parent(
 ) -> None:
     """Stands for `warnings.showwarning`: the parent shows it, or catches it, or has shown it before."""
     if _to_parent is not None and file is None and os.getpid() == _to_parent_pid:
-        try:
-            kind = _calls.pack(category, plain=True).data
-        except Exception:  # noqa: BLE001 – a category that cannot travel
-            kind = _calls.pack(UserWarning, plain=True).data
-        _to_parent(pickle.dumps((str(message), kind, filename, lineno)))
+        names = [_full_name(base) for base in category.__mro__]
+        _to_parent(pickle.dumps((str(message), names, filename, lineno)))
         return
     stream = sys.stderr if file is None else file
     stream.write(warnings.formatwarning(message, category, filename, lineno, line))
@@ -218,11 +239,8 @@ def handle(data: bytes) -> None:
     """Let a worker's log record or warning be handled here as if it had been made here."""
     news = pickle.loads(data)
     if isinstance(news, tuple):
-        message, kind, filename, lineno = news
-        try:
-            category = _calls.unpack(kind, [])
-        except Exception:  # noqa: BLE001 – a category that is not importable here
-            category = UserWarning
+        message, names, filename, lineno = news
+        category = _known_category(names)
         try:
             warnings.warn_explicit(message, category, filename, lineno, registry=_shown)
         except Warning:  # a filter that became "error" since the call began: the trial is worth more

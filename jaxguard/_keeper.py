@@ -5,7 +5,7 @@ end-of-file, which a grandchild can delay. It is the subreaper of its workers, a
 of the keeper that is no worker belonged to a dead one, and is ended. Only then is the lease closed, and only then is
 the end reported.
 
-    parent --> keeper   (control)  F or X, with: line, pipe, stdout, stderr, stacks, lease...
+    parent --> keeper   (control)  F or X, modules to import, with: line, pipe, stdout, stderr, stacks, lease...
     keeper --> parent   (line)     P pid        the worker exists
                                    E status     it has ended, nothing of it is left, its lease is closed
     parent --> keeper   (line)     S, T, K      send the stack signal, SIGTERM, SIGKILL;  hang-up: SIGKILL
@@ -72,16 +72,23 @@ def main(control: Connection, parent: int, preload: list[str], mask: set[signal.
         os._exit(0)
     if os.getppid() != parent:
         os._exit(0)
-    for name in preload:
+    _import(preload)
+    connection = socket.socket(fileno=os.dup(control.fileno()))
+    control.close()
+    _Keeper(connection, parent_pidfd, null, begin).serve()
+
+
+def _import(names: list[str]) -> None:
+    """Import once for all workers to come."""
+    missing = [name for name in names if name not in sys.modules]
+    for name in missing:
         try:
             importlib.import_module(name)
         except Exception:  # noqa: BLE001, S110 – the trial that needs it will say so
             pass
-    gc.collect()
-    gc.freeze()
-    connection = socket.socket(fileno=os.dup(control.fileno()))
-    control.close()
-    _Keeper(connection, parent_pidfd, null, begin).serve()
+    if missing:
+        gc.collect()
+        gc.freeze()
 
 
 class _Keeper:
@@ -118,11 +125,14 @@ class _Keeper:
 
     def _start(self) -> None:
         try:
-            order, descriptors, _, _ = socket.recv_fds(self._control, 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, _, _ = socket.recv_fds(self._control, 4096, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except OSError:
-            order, descriptors = b"", []
-        if not order:
+            message, descriptors = b"", []
+        if not message:
             self._finish()
+        order, names = message[:1], message[1:].decode().split()
+        if order == FORK:
+            _import(names)
         _descriptors.without_inheritance(descriptors)
         line, pipe, stdout, stderr, stacks, *lease = descriptors
         connection = socket.socket(fileno=line)

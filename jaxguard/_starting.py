@@ -30,6 +30,10 @@ _READ_AT_IMPORT = (
     *("LD_", "PYTHON", "MALLOC_", "GLIBC_"),
 )
 """Variables, by prefix, that JAX, a numerical library, Python or the loader reads when a process begins."""
+_READ_LATER = ("PJRT_NPROC",)
+"""JAX reads it when it starts: the worker sees to it."""
+_SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TF_CPP_MIN_LOG_LEVEL", "TPU_ML_PLATFORM")
+"""Variables that joblib, scikit-learn and JAX set for themselves when they are imported: no user's wish for an exec."""
 _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
 _PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
 """Imports that take long and start neither JAX nor threads."""
@@ -95,10 +99,8 @@ class Started:
 
 def read_at_import(env: dict[str, str]) -> dict[str, str]:
     """The part of an environment that a process cannot change after it has begun."""
-    from_the_lease = {*_devices.FROM_THE_LEASE, "PJRT_NPROC"}  # JAX reads these when it starts; the worker sees to it
-    return {
-        name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in from_the_lease
-    }
+    passed_over = {*_devices.FROM_THE_LEASE, *_READ_LATER, *_SET_BY_LIBRARIES}
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in passed_over}
 
 
 def thread_variables() -> dict[str, str]:
@@ -118,7 +120,8 @@ class _KeeperOfThisProcess:
     def __init__(self) -> None:
         from multiprocessing import resource_tracker as standard_resource_tracker
 
-        from loky.backend import get_context, resource_tracker
+        from loky.backend import resource_tracker
+        from loky.backend.process import LokyProcess  # by name: in joblib's workers, "loky" means joblib's own copy
 
         # Both trackers unblock SIGINT when they start: so they start before it is blocked.
         resource_tracker.ensure_running()
@@ -137,9 +140,7 @@ class _KeeperOfThisProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             arguments = (end, os.getpid(), preload(), mask, _worker.begin)
-            self._process = get_context("loky").Process(
-                target=_keeper.main, args=arguments, name="jaxguard-keeper", env=env
-            )
+            self._process = LokyProcess(target=_keeper.main, args=arguments, name="jaxguard-keeper", env=env)
             _start_though_daemonic(self._process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -157,7 +158,7 @@ class _KeeperOfThisProcess:
         return not _linux.wait_readable(self._pidfd, 0)
 
     def order(self, way: bytes, descriptors: list[int]) -> None:
-        socket.send_fds(self._control, [way], descriptors)
+        socket.send_fds(self._control, [way, " ".join(preload()).encode()], descriptors)
 
     def bury(self) -> None:
         """Reap a keeper that is dead, and let go of it."""

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import jax
 import pytest
 from guarded import cube, end_with, fail_on_three, increment, jax_mean, unsafe_increment, warm_cube, warm_increment
 from joblib import Parallel, delayed
@@ -97,8 +98,6 @@ def test_every_start_way_serves_processes(fresh_guard: Any, way: str) -> None:
 @backends
 def test_jax_results_arrive_as_numbers(backend: str) -> None:
     """Parallel returns NumPy where the guarded function returned JAX."""
-    import jax
-
     results = Parallel(n_jobs=slot_count(), backend=backend)(delayed(jax_mean)(x) for x in range(3))
     assert [float(r) for r in results] == [0, 0.5, 1]
     assert not [r for r in results if isinstance(r, jax.Array)]
