@@ -34,7 +34,7 @@ from jaxguard import _devices, _line
 devices = cards(*sys.argv[2:])
 request = _devices.Request(1, int(sys.argv[1]), devices)
 wake = os.eventfd(0, os.EFD_NONBLOCK)
-lease = _line.wait(request, math.inf, lambda: _leases.try_take(devices, request.take), wake, lambda: None)
+lease = _line.wait("objective", request, math.inf, lambda: _leases.try_take(devices, request.take), wake, lambda: None)
 with open(os.environ["ORDER"], "a") as order:
     order.write(f"{os.getpid()}\\n")
 lease.close()
@@ -57,7 +57,7 @@ def wait_for(
     own = wake if wake >= 0 else os.eventfd(0, os.EFD_NONBLOCK)
     try:
         return _line.wait(
-            request, timeout, lambda: _leases.try_take(request.candidates, request.take), own, interrupted
+            "objective", request, timeout, lambda: _leases.try_take(request.candidates, request.take), own, interrupted
         )
     finally:
         if wake < 0:
@@ -229,7 +229,7 @@ def test_the_message_names_who_holds(card: str, slots: Callable[[int], None]) ->
     assert re.fullmatch(
         rf"no GPU slot free after 0\.\d s: GPU 0 \({names[0]}\), GPU 1 \({names[1]}\) held, the oldest by pid "
         rf"{holder.pid} \(uid {os.getuid()}, `.+`, since \d\d:\d\d:\d\d\)\. "
-        r"Raise slot_timeout=, lower n_jobs, or stop that process\.",
+        r"Raise slot_timeout=, lower n_jobs, or end what holds it\.",
         str(caught.value),
         re.DOTALL,
     )
@@ -237,7 +237,7 @@ def test_the_message_names_who_holds(card: str, slots: Callable[[int], None]) ->
     slots(1)
     request = _devices.request(1)
     with jaxguard.gpu_slot(), pytest.raises(jaxguard.SlotTimeout, match=r"no CPU slot free after .* s: cpu:0 held"):
-        _line.wait(request, 0, lambda: _leases.try_take(request.candidates, 1), -1, lambda: None)
+        _line.wait("objective", request, 0, lambda: _leases.try_take(request.candidates, 1), -1, lambda: None)
 
 
 def test_the_holders_named_are_proved(card: str) -> None:
@@ -247,7 +247,7 @@ def test_the_holders_named_are_proved(card: str) -> None:
     with socket.socket(socket.AF_UNIX) as false:
         false.bind(f"\0jaxguard/1/h/{_beacons.place(card):012x}/0/1/1700000000/abcdefabcdef")
         false.listen()
-        with pytest.raises(jaxguard.SlotTimeout, match=f"pid {os.getpid()} ") as caught:
+        with pytest.raises(jaxguard.SlotTimeout, match=rf"pid {os.getpid()}\b") as caught:
             wait_for(card, timeout=0)
     os.close(locks)
     assert caught.value.holders == (os.getpid(),)
@@ -284,7 +284,9 @@ def test_a_warning_says_what_is_waited_for(
         (record,) = caplog.records
         assert record.name == "jaxguard"
         assert record.levelno == logging.WARNING
-        assert re.search(rf"waiting for a slot since 0 s: GPU 0 \({card}\) held, .* pid {os.getpid()} ", record.message)
+        assert re.search(
+            rf"objective waits for a slot since 0 s: GPU 0 \({card}\) held, .* \(pid {os.getpid()}: ", record.message
+        )
 
         monkeypatch.setattr(_line, "_WARN_EVERY_S", 0.05)
         with pytest.raises(jaxguard.SlotTimeout):
