@@ -87,6 +87,16 @@ class Sighting:
             _descriptors.close_socket(line)
 
 
+def hung_up(connection: socket.socket) -> bool:
+    """Say whether the other end of a connection to a beacon is gone; nobody ever sends anything over one."""
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def seen() -> list[Sighting]:
     """All beacons that shine in this network namespace, in the order of their tickets."""
     found = []

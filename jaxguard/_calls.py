@@ -68,8 +68,7 @@ def pack(value: object, *, plain: bool, replace: Callable[[object], Any] | None 
         raise
     # The serial numbers make the data of two calls differ if a buffer changed in between, see `_dialogue`.
     head = pickle.dumps((sources, [(file.size, file.serial) for file in files]))
-    data = b"".join((len(head).to_bytes(4, "big"), head, stream.getbuffer()))
-    return Packed(data, [file.descriptor for file in files])
+    return Packed(_frames.join(head, stream.getbuffer()), [file.descriptor for file in files])
 
 
 @functools.cache
@@ -93,20 +92,19 @@ def _pickler() -> Any:
     return Pickler
 
 
-def unpack(data: bytes, descriptors: list[int]) -> Any:
+def unpack(data: bytes | memoryview, descriptors: list[int]) -> Any:
     """Undo `pack`; the descriptors are closed, whatever happens."""
-    view = memoryview(data)
-    start = 4 + int.from_bytes(view[:4], "big")
+    head, stream = _frames.split(data)
     buffers = []
     try:
-        sources, files = pickle.loads(view[4:start])
+        sources, files = pickle.loads(head)
         for descriptor, (length, _) in zip(descriptors, files, strict=True):
             buffers.append(_mapped(descriptor, length))
     finally:
         _descriptors.close(*descriptors)
     for name, entry in sources.items():
         linecache.cache.setdefault(name, entry)
-    return pickle.loads(view[start:], buffers=buffers)
+    return pickle.loads(stream, buffers=buffers)
 
 
 def _mapped(descriptor: int, length: int) -> Any:

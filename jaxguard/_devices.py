@@ -157,10 +157,7 @@ def _as_cuda_reads(devices: tuple[Device, ...]) -> list[str]:
 
 
 def thread_variables() -> dict[str, str]:
-    """Threads for the numerical libraries: one slot's share of the cores, in every worker the same.
-
-    The same, because these libraries read them at import, which the keeper does once for all workers that it forks.
-    """
+    """Threads for the numerical libraries: one slot's share of the cores."""
     share = max(1, len(cores()) // len(_usable_or_cpu()))
     return dict.fromkeys(THREADS, str(share))
 

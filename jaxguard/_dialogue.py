@@ -13,8 +13,6 @@ import math
 import os
 import pickle
 import select
-import signal
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import (
+    _answers,
     _calls,
     _deaths,
     _descriptors,
-    _exceptions,
     _frames,
     _inherited,
     _keeper,
@@ -66,7 +64,9 @@ class Talk:
 class Worker:
     """A worker that this process started, idle or at work for one thread."""
 
-    def __init__(self, lease: Lease, key: object, setup: _worker.Setup, lease_env: dict[str, str]) -> None:
+    def __init__(
+        self, lease: Lease, key: object, at_import: dict[str, str], setup: _worker.Setup, lease_env: dict[str, str]
+    ) -> None:
         self.lease = lease
         self.key = key
         self.pid: int | None = None
@@ -82,7 +82,7 @@ class Worker:
         self._tail = _output.Tail()
         self._condemned = False
         self._owner = os.getpid()
-        self._started = _starting.Started(lease, setup.env)
+        self._started = _starting.Started(lease, at_import)
         self._pipe = _frames.PollingPipe(self._started.pipe)
         self._lease_env = {**lease_env, _settings.RUN: self._started.mark}
         setup.env.update(self._lease_env)
@@ -126,24 +126,23 @@ class Worker:
 
     def kill(self) -> None:
         """Have the keeper end the worker at once; the thread that talks to it sees it end. Callable from anywhere."""
-        self._order(_keeper.KILL)
+        self._started.order(_keeper.KILL)
 
     def end_now(self) -> None:
         """End the worker at once and wait until nothing of it is left."""
-        self._order(_keeper.KILL)
-        self._wake_keeper()
+        self._started.order(_keeper.KILL)
+        self._started.wake_keeper()
         until = time.monotonic() + 2 * _GRACE_S
         while not self.ended and time.monotonic() < until:
             self._wait(100)
-            self._read_line()
+            self._hear()
         self._drain()
 
     def end(self) -> None:
         """End an idle worker the normal way; return when nothing of it is left."""
         self._answer = None
         self._pipe.put(_worker.QUIT, b"")
-        quiet = Talk("its last call", _trials.Roots(""), math.inf, lambda: None)
-        until = time.monotonic() + _END_S
+        quiet, until = Talk("its last call", _trials.Roots(""), math.inf, lambda: None), time.monotonic() + _END_S
         try:
             while not self.ended and time.monotonic() < until:
                 self._step(quiet, 200)
@@ -177,7 +176,7 @@ class Worker:
         for descriptor, output in list(self._outputs.items()):
             if not output.pass_on(descriptor):
                 del self._outputs[descriptor]
-        self._read_line()
+        self._hear()
 
     @property
     def descriptors(self) -> list[int]:
@@ -210,7 +209,7 @@ class Worker:
                     logger.warning(
                         "jaxguard: %s has no worker after %.0f s: its keeper does not answer", talk.name, now - ordered
                     )
-                    self._wake_keeper()
+                    self._started.wake_keeper()
             if stacks is None:
                 deadline = math.inf if begins is None or self._answered else begins + talk.timeout
                 if now >= deadline:
@@ -219,14 +218,14 @@ class Worker:
                         stacks = None
                         continue
                     self._condemned = True
-                    self._order(_keeper.TERMINATE)
+                    self._started.order(_keeper.TERMINATE)
                     kill_at = time.monotonic() + _GRACE_S
                     continue
             else:
                 deadline = kill_at
                 if now >= kill_at:
-                    self._order(_keeper.KILL)
-                    self._wake_keeper()
+                    self._started.order(_keeper.KILL)
+                    self._started.wake_keeper()
                     kill_at = now + _GRACE_S
             if begins is None:
                 deadline = min(deadline, now + 1)
@@ -247,7 +246,7 @@ class Worker:
         except _frames.Closed:  # the keeper's line tells how
             self._pipe_open = False
         if self._started.line.fileno() in ready:
-            self._read_line()
+            self._hear()
             if self.ended:
                 self._last_words(talk)
 
@@ -283,23 +282,19 @@ class Worker:
             else:
                 self._answer = frame
 
-    def _read_line(self) -> None:
-        try:
-            message = self._started.line.recv(512)
-        except BlockingIOError:
-            return
-        except OSError:
-            message = b""
-        kind, rest = message[:1], message[1:]
+    def _hear(self) -> None:
+        """Take in what the keeper says of the worker."""
+        kind, number, text = self._started.hear()
         if kind == _keeper.STARTED:
-            (self.pid,) = struct.unpack("i", rest)
+            self.pid = number
+            return
+        if not kind:
             return
         self.ended = True
         if kind == _keeper.ENDED:
-            (status,) = struct.unpack("i", rest)
-            self._status = os.waitstatus_to_exitcode(status)
+            self._status = os.waitstatus_to_exitcode(number)
         elif kind == _keeper.FAILED:
-            self._tail.append(b"fork failed: " + rest)
+            self._tail.append(b"fork failed: " + text)
         else:
             self._keeper_gone = True
             _starting.sweep_without_keeper(self._started.mark)
@@ -317,19 +312,6 @@ class Worker:
         for descriptor, output in list(self._outputs.items()):
             output.pass_on(descriptor, limit=1 << 20)
 
-    def _wake_keeper(self) -> None:
-        """A keeper that somebody has stopped ends nobody."""
-        try:
-            os.kill(self._started.keeper_pid, signal.SIGCONT)
-        except ProcessLookupError:
-            pass
-
-    def _order(self, order: bytes) -> None:
-        try:
-            self._started.line.send(order)
-        except OSError:  # the keeper is gone, and the worker with it
-            pass
-
     # ------------------------------------------------------------ what came of it
 
     def _judge(self, talk: Talk, stacks: str | None) -> Any:
@@ -344,21 +326,9 @@ class Worker:
         if self._answer is None:
             how = None if self._keeper_gone else self._status
             raise _deaths.died(talk.name, self.pid, how, self._tail.text(), keeper_gone=self._keeper_gone)
-        frame = self._answer
-        start = 4 + int.from_bytes(frame.data[:4], "big")
-        talk.facts = pickle.loads(frame.data[4:start])
+        talk.facts = _answers.facts_of(self._answer)
         self._note_trust(talk.facts)
-        if frame.kind == _worker.DONE:
-            try:
-                return _calls.unpack(frame.data[start:], frame.descriptors)
-            except Exception as error:
-                kind = type(error).__name__
-                text = (
-                    f"the result of {talk.name} travelled, but cannot be unpickled here: {kind}: {error}. "
-                    "Return arrays, numbers, text, and containers or importable classes of them."
-                )
-                raise errors.RemoteError(text, type=kind, text=str(error)) from error
-        raise _exceptions.unpack(frame.data[start:])
+        return _answers.take(self._answer, talk.name)
 
     def _note_trust(self, facts: dict[str, Any]) -> None:
         """A worker that ran out of memory, or that keeps growing, gets no further job."""
@@ -369,7 +339,7 @@ class Worker:
     def _take_stacks(self, talk: Talk) -> str:
         """Ask the worker where it is. Works while C code holds the GIL; not while it is stopped."""
         before = os.fstat(self._started.stacks).st_size
-        self._order(_keeper.STACKS)
+        self._started.order(_keeper.STACKS)
         until = time.monotonic() + _STACKS_S
         size = before
         while time.monotonic() < until and not self.ended:

@@ -50,7 +50,7 @@ def _survivor(error: BaseException) -> bytes | None:
     return packed.data if same else None
 
 
-def unpack(data: bytes) -> BaseException:
+def unpack(data: bytes | memoryview) -> BaseException:
     """Undo `pack`; the result has the worker's traceback as its cause."""
     pickled, (name, text, trace) = pickle.loads(data)
     error: Any = None

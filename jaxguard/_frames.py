@@ -30,6 +30,18 @@ class Frame(NamedTuple):
     descriptors: list[int]
 
 
+def join(head: bytes, body: bytes | memoryview) -> bytes:
+    """Two parts in one piece of data."""
+    return b"".join((len(head).to_bytes(4, "big"), head, body))
+
+
+def split(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
+    """Undo `join`, without copying."""
+    view = memoryview(data)
+    start = 4 + int.from_bytes(view[:4], "big")
+    return view[4:start], view[start:]
+
+
 class Closed(Exception):
     """The other end is gone."""
 

@@ -257,7 +257,7 @@ def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialog
         preload=_starting.preload(),
         picture=packed.picture,
     )
-    return _dialogue.Worker(lease, packed.key, setup, lease_env)
+    return _dialogue.Worker(lease, packed.key, packed.at_import, setup, lease_env)
 
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:

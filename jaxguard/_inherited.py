@@ -144,12 +144,13 @@ def _category(name: str) -> type[Warning]:
 
 def _known_category(names: list[str]) -> type[Warning]:
     """The category of a worker's warning, or the nearest of its bases that is known here."""
-    for name in names:
-        module, _, qualname = name.partition(":")
-        found = getattr(sys.modules.get(module), qualname, None)
-        if isinstance(found, type) and issubclass(found, Warning):
-            return found
-    return Warning
+    known: dict[str, type[Warning]] = {}
+    todo: list[type[Warning]] = [Warning]
+    while todo:
+        category = todo.pop()
+        known[_full_name(category)] = category
+        todo += category.__subclasses__()
+    return next((known[name] for name in names if name in known), Warning)
 
 
 # ---------------------------------------------------------------- JAX

@@ -99,13 +99,7 @@ class Lease:
                 self._connections.append(connection)
         still = []
         for connection in self._connections:
-            try:
-                gone = connection.recv(1) == b""
-            except BlockingIOError:
-                gone = False
-            except OSError:
-                gone = True
-            if gone:
+            if _beacons.hung_up(connection):
                 _descriptors.close_socket(connection)
             else:
                 still.append(connection)

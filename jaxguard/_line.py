@@ -154,13 +154,7 @@ class _Place:
                 except BlockingIOError:
                     pass
         for name, line in list(self._watched.items()):
-            try:
-                gone = line.recv(1) == b""
-            except BlockingIOError:
-                gone = False
-            except OSError:
-                gone = True
-            if gone:
+            if _beacons.hung_up(line):
                 _descriptors.close_socket(self._watched.pop(name))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import _calls, _descriptors, _diagnosis, _inherited, _settings, _starting, _trials
+from . import _calls, _descriptors, _devices, _diagnosis, _inherited, _settings, _starting, _trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,15 @@ class PackedCall:
     ) -> None:
         self.function, self.arguments = _pack_both(name, roots, function, args, kwargs)
         try:
-            self.env = _environment(options)
+            env = _environment(options)
+            self.at_import = _starting.read_at_import(env)
+            self.env = _devices.thread_variables() | env  # the user's own settings win
             self.picture = _picture(options)
         except BaseException:
             self.close()
             raise
-        self.key = key(options, self.env)
+        self.key = options.gpus, options.env, _settings.devices(), tuple(sorted(self.at_import.items()))
+        """Calls with the same key can share a warm worker."""
 
     def hand_over(self) -> tuple[_calls.Packed, _calls.Packed]:
         """Give the function and the arguments away, with their descriptors."""
@@ -57,11 +60,6 @@ class PackedCall:
     def close(self) -> None:
         """Close what was not given away."""
         _descriptors.close(*self.function.descriptors, *self.arguments.descriptors)
-
-
-def key(options: Options, env: dict[str, str]) -> tuple[Any, ...]:
-    """Calls with the same key can share a warm worker."""
-    return options.gpus, options.env, _settings.devices(), tuple(sorted(_starting.read_at_import(env).items()))
 
 
 def check_travels(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,8 +88,8 @@ def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.R
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """The environment of a worker, but for what comes from its lease: the user's own settings win."""
-    env = _starting.thread_variables() | dict(os.environ)
+    """The environment that a call asks for."""
+    env = dict(os.environ)
     for name, value in options.env:
         if value is None:
             env.pop(name, None)

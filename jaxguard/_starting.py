@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -38,12 +39,14 @@ _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
 _PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
 """Imports that take long and start neither JAX nor threads."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+GONE = b"-"
+"""Stands for the word of a keeper that says nothing any more."""
 
 
 class Started:
     """A worker on its way: the parent's ends of what connects the two."""
 
-    def __init__(self, lease: _leases.Lease, env: dict[str, str]) -> None:
+    def __init__(self, lease: _leases.Lease, at_import: dict[str, str]) -> None:
         keeper = _keeper_of_this_process()
         with ExitStack() as stack, _descriptors.creating():  # whatever is raised in here, nothing stays open
             pipe, pipe_there = self._pair(stack, socket.SOCK_STREAM)
@@ -60,7 +63,7 @@ class Started:
         line.setblocking(False)
         for descriptor in self.outputs:
             os.set_blocking(descriptor, False)
-        way = _keeper.FORK if read_at_import(env) == keeper.read_at_import else _keeper.EXEC
+        way = _keeper.FORK if at_import == keeper.read_at_import else _keeper.EXEC
         try:
             keeper.order(way, [*there, self.stacks, *lease.descriptors])
         except BaseException as error:
@@ -71,6 +74,32 @@ class Started:
             raise errors.WorkerDied(text) from error
         finally:
             _descriptors.close(*there)
+
+    def hear(self) -> tuple[bytes, int, bytes]:
+        """What the keeper says: its word with a number or a text; no word if it says nothing, GONE if it is gone."""
+        try:
+            message = self.line.recv(512)
+        except BlockingIOError:
+            return b"", 0, b""
+        except OSError:
+            message = b""
+        kind, rest = message[:1] or GONE, message[1:]
+        number = struct.unpack("i", rest)[0] if kind in {_keeper.STARTED, _keeper.ENDED} else 0
+        return kind, number, rest
+
+    def order(self, order: bytes) -> None:
+        """Have the keeper send the worker a signal."""
+        try:
+            self.line.send(order)
+        except OSError:  # the keeper is gone, and the worker with it
+            pass
+
+    def wake_keeper(self) -> None:
+        """A keeper that somebody has stopped ends nobody."""
+        try:
+            os.kill(self.keeper_pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
 
     @staticmethod
     def _own(stack: ExitStack, descriptor: int) -> int:
@@ -103,11 +132,6 @@ def read_at_import(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in passed_over}
 
 
-def thread_variables() -> dict[str, str]:
-    """What the keeper has told the numerical libraries, and so what every worker is told."""
-    return dict(_keeper_of_this_process().thread_variables)
-
-
 def preload() -> list[str]:
     """What a worker has imported before any user code."""
     return [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
@@ -126,11 +150,10 @@ class _KeeperOfThisProcess:
         # Both trackers unblock SIGINT when they start: so they start before it is blocked.
         resource_tracker.ensure_running()
         standard_resource_tracker.ensure_running()
-        self.thread_variables = _devices.thread_variables()
         self.mark = f"{os.getpid()}-{secrets.token_hex(6)}"
-        env = {name: value for name, value in self.thread_variables.items() if name not in os.environ}
-        env[_settings.RUN] = self.mark
-        self.read_at_import = read_at_import({**os.environ, **env})
+        self.read_at_import = read_at_import(dict(os.environ))
+        # Threads: no difference of these alone is worth an exec, as a worker is bound to its cores anyhow.
+        env = _devices.thread_variables() | dict(os.environ) | {_settings.RUN: self.mark}
         with _descriptors.creating():
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             _descriptors.own(here.fileno(), there.fileno())

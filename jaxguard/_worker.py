@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import (
+    _answers,
     _calls,
     _descriptors,
     _devices,
     _ending,
-    _exceptions,
     _frames,
     _holds,
     _inherited,
@@ -38,7 +38,7 @@ from . import (
 )
 
 SETUP, CHANGED, FUNCTION, JOB, QUIT = b"S", b"U", b"F", b"J", b"Q"
-REMOTE, RECORD, DONE, EXCEPTION = b"R", b"L", b"D", b"X"
+REMOTE, RECORD = b"R", b"L"
 FUNCTIONS_KEPT = 32
 """How many functions a warm worker remembers, with what they captured and compiled."""
 _ALONE = 96
@@ -217,7 +217,7 @@ class _Desk:
         _trials.open_call(self._pipe, job.call)
         began = time.monotonic()
         exit_code = 0 if job.last else None
-        kind: bytes = EXCEPTION
+        kind: bytes = _answers.EXCEPTION
         trusted = True
         try:
             args, kwargs = _calls.unpack(job.arguments.data, descriptors)
@@ -227,14 +227,14 @@ class _Desk:
             value = function(*args, **kwargs)
             del args, kwargs
             self._check_devices()
-            answer = self._pack_result(value, job.name)
-            kind = DONE
+            answer = _answers.result(value, job.name)
+            kind = _answers.DONE
         except SystemExit as leaving:
             _ending.flush()
             return _exit_code(leaving)
         except BaseException as error:  # noqa: BLE001 – it is the caller's to judge
             trusted = trusted and not _is_runtime_error(error)
-            answer = _calls.Packed(_exceptions.pack(error), [])
+            answer = _answers.exception(error)
         _ending.flush()
         facts = {
             "run_s": round(time.monotonic() - began, 4),
@@ -243,9 +243,7 @@ class _Desk:
             "peak_memory_bytes": _peak_memory_bytes(),
             **self._counts.take(),
         }
-        head = pickle.dumps(facts)
-        data = b"".join((len(head).to_bytes(4, "big"), head, answer.data))
-        _trials.close_call(kind, answer._replace(data=data), last=job.last)
+        _trials.close_call(kind, _answers.with_facts(facts, answer), last=job.last)
         _descriptors.close(*answer.descriptors)
         return exit_code
 
@@ -261,17 +259,6 @@ class _Desk:
                     "and whether the CUDA plugin is installed and fits this jaxlib and driver."
                 )
                 raise errors.NoDevices(text)
-
-    @staticmethod
-    def _pack_result(value: Any, name: str) -> _calls.Packed:
-        try:
-            return _calls.pack(value, plain=True)
-        except Exception as error:
-            text = (
-                f"the result of {name}, of type {type(value).__name__}, cannot travel to the caller: {error}. "
-                "Return arrays, numbers, text, and containers or importable classes of them."
-            )
-            raise TypeError(text) from error
 
 
 def _once(packed: bytes, descriptors: list[int]) -> Callable[[], Callable[..., Any]]:

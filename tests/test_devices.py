@@ -257,7 +257,7 @@ def test_a_list_of_devices(driver: Driver) -> None:
 
 
 def test_a_list_stays_within_what_the_job_was_given(driver: Driver) -> None:
-    """Under CUDA_VISIBLE_DEVICES=2,3 the list counts within these two: a neighbour's card is out of reach (C22)."""
+    """Under CUDA_VISIBLE_DEVICES=2,3 the list counts within these two: a neighbour's card is out of reach."""
     _, _, c, d = driver.ids
 
     assert driver.see("2,3", "0") == [c]
@@ -368,7 +368,7 @@ def test_a_card_without_uuid_is_named_as_cuda_reads_it(driver: Driver) -> None:
 
 
 def test_variables_for_cpu_slots() -> None:
-    """A CPU worker sets the platform, not only an empty list, and has the devices that were asked for (C28)."""
+    """A CPU worker sets the platform, not only an empty list, and has the devices that were asked for."""
     slots = _devices.request(1).candidates
 
     for gpus, count in ((0, "1"), (1, "1"), (2, "2")):
@@ -420,7 +420,7 @@ with gpu_slot(slot_timeout=0) as slot:
 
 
 def test_programs_with_masks_take_their_own_cards(driver: Driver) -> None:
-    """A job that was given cards 2 and 3 takes one of these, though card 0 is free (C22)."""
+    """A job that was given cards 2 and 3 takes one of these, though card 0 is free."""
     _, b, c, d = driver.ids
     env = {"JAXGUARD_DEVICES": "auto"}
     with (
@@ -438,7 +438,7 @@ def test_programs_with_masks_take_their_own_cards(driver: Driver) -> None:
 
 
 def test_programs_that_start_at_once_take_different_cards(driver: Driver) -> None:
-    """Four scripts that look in the same moment hold four cards: they lock first, then use (C24)."""
+    """Four scripts that look in the same moment hold four cards: they lock first, then use."""
     scripts = [Script(HOLD_ONE_GPU, str(driver.root), JAXGUARD_DEVICES="auto") for _ in range(4)]
     try:
         assert [script.hear() for script in scripts] == ["ready"] * 4

@@ -565,7 +565,7 @@ def test_jax_started_on_the_cpu_of_a_gpu_host(
     driver: Driver,
     tmp_path: pathlib.Path,
 ) -> None:
-    """On a GPU host the error names where JAX runs and which module started it; the card is free again (C3, C16)."""
+    """On a GPU host the error names where JAX runs and which module started it; the card is free again."""
     (tmp_path / "model_zoo.py").write_text("import jax.numpy as jnp\nSCALE = jnp.ones(2)\n")
     done = run_python(
         f"""
@@ -597,7 +597,7 @@ with jaxguard.gpu_slot(gpus=0):
 
 @pytest.mark.parametrize("first", ["import jax", ""], ids=["imported before", "imported inside"])
 def test_a_gpu_that_does_not_come_up(run_python: Callable[..., Any], driver: Driver, first: str) -> None:
-    """A block that holds a GPU on which JAX does not come up ends with an error, not as if all were well (C28)."""
+    """A block that holds a GPU on which JAX does not come up ends with an error, not as if all were well."""
     done = run_python(
         f"""
 import pathlib

@@ -70,7 +70,7 @@ def test_the_threads_tell_the_same(run_python: Callable[..., Any]) -> None:
 
 
 def test_who_started_it_is_named(run_python: Callable[..., Any], tmp_path: pathlib.Path) -> None:
-    """A module with an array at its top level is named, with the array; one without is not (C16)."""
+    """A module with an array at its top level is named, with the array; one without is not."""
     (tmp_path / "model_zoo.py").write_text("import jax.numpy as jnp\nLIMIT = 3\nSCALE = jnp.ones(2)\n")
     (tmp_path / "innocent.py").write_text("import jax.numpy as jnp\nimport numpy as np\nSCALE = np.ones(2)\n")
     check(
@@ -163,7 +163,7 @@ def test_a_fork_before_the_start_is_fine(run_python: Callable[..., Any], child: 
     ids=["call", "lower", "with", "decorator", "call again", "call again, compiling"],
 )
 def test_a_fork_after_the_start_is_refused(run_python: Callable[..., Any], before: str, child: str, name: str) -> None:
-    """In a child forked after JAX started guards raise at once, with the fix, also those that worked before (C1)."""
+    """In a child forked after JAX started guards raise at once, with the fix, also those that worked before."""
     done = check(run_python, FORKED.format(before=before, child=child), env={"JAX_PLATFORMS": "cpu"}, timeout=60)
 
     assert done.startswith(f"refused {name} cannot be used in this process (pid ")

@@ -142,7 +142,7 @@ def test_a_death_is_known_though_a_child_lives_on(fresh_guard: Callable[..., Any
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
 def test_a_killed_worker_fails_its_call_alone(fresh_guard: Callable[..., Any], number: int) -> None:
-    """The error has pid, signal and last words; the call beside it and the next one do not notice (C8)."""
+    """The error has pid, signal and last words; the call beside it and the next one do not notice."""
     threads, beside = [], []
 
     def die() -> None:
@@ -303,7 +303,7 @@ isolated_jax_worker(wait_for_ever, reuse=sys.argv[3] == "warm")(sys.argv[1])
 def test_the_parent_is_killed(
     tmp_path: pathlib.Path, wait_until: Callable[..., None], slots: Callable[[int], None], how: str
 ) -> None:
-    """After SIGKILL of the program keeper, worker, daemons and lock are gone within moments (C10)."""
+    """After SIGKILL of the program keeper, worker, daemons and lock are gone within moments."""
     slots(1)
     with Script(PARENT, str(tmp_path / "pids"), str(pathlib.Path(__file__).parent), how) as parent:
         keeper = int(parent.hear())

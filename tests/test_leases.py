@@ -270,7 +270,7 @@ for order in sys.stdin:
 
 @pytest.mark.parametrize("how", ["closes", "ends"])
 def test_a_forked_child_does_not_free(card: str, how: str) -> None:
-    """A fork of the holder that ends, or closes its copy of the lease, frees nothing (C26)."""
+    """A fork of the holder that ends, or closes its copy of the lease, frees nothing."""
     with Script(FORK, card, how) as holder:
         assert holder.hear() == "forked"
         holder.tell("end the child")
@@ -280,7 +280,7 @@ def test_a_forked_child_does_not_free(card: str, how: str) -> None:
 
 
 def test_a_forked_child_does_not_keep(card: str) -> None:
-    """A fork that outlives the lease, or the holder, keeps neither lock nor beacon (C26)."""
+    """A fork that outlives the lease, or the holder, keeps neither lock nor beacon."""
     with Script(FORK, card, "ends") as holder:
         assert holder.hear() == "forked"
         holder.tell("close")
@@ -292,7 +292,7 @@ def test_a_forked_child_does_not_keep(card: str) -> None:
 
 
 def test_a_fork_that_outlives_its_killed_parent_keeps_nothing(card: str) -> None:
-    """The holder is SIGKILLed while its forked child lives on: the device is free at once (C26)."""
+    """The holder is SIGKILLed while its forked child lives on: the device is free at once."""
     with Script(FORK, card, "ends") as holder:
         assert holder.hear() == "forked"
         children = _linux.children(holder.pid)
