@@ -104,7 +104,7 @@ def _warning_filters() -> list[tuple[str, str, str, str, int]]:
 
 
 def _full_name(category: Any) -> str:
-    return f"{category.__module__}:{category.__qualname__}"
+    return f"{category.__module__}:{category.__name__}"  # a class that travels by value loses its __qualname__
 
 
 def _pattern(text: Any) -> str:
