@@ -212,7 +212,9 @@ class Worker:
                     self._started.wake_keeper()
             if stacks is None:
                 deadline = math.inf if begins is None or self._answered else begins + talk.timeout
-                if now >= deadline:
+                if self._answered and (kill_at := min(kill_at, now + _END_S)) <= now:  # stopped while it ends
+                    self.end_now()
+                elif now >= deadline:
                     stacks = self._take_stacks(talk)
                     if self._answered:  # at the last moment
                         stacks = None
@@ -227,7 +229,7 @@ class Worker:
                     self._started.order(_keeper.KILL)
                     self._started.wake_keeper()
                     kill_at = now + _GRACE_S
-            if begins is None:
+            if begins is None or self._answered:
                 deadline = min(deadline, now + 1)
             self._step(talk, None if deadline == math.inf else 1000 * (deadline - now) + 1, deaf=stacks is not None)
         return stacks
