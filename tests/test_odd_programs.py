@@ -267,3 +267,21 @@ def test_blocks_that_end_in_another_order() -> None:
         assert not free()
         second.close()
         assert free()
+
+
+def test_a_worker_that_is_stopped_while_it_ends(fresh_guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is kept, the worker is ended after a bound, and its slot is free."""
+    from jaxguard import _dialogue
+
+    monkeypatch.setattr(_dialogue, "_END_S", 1.0)
+
+    def leave() -> int:
+        import atexit
+        import os
+        import signal
+
+        atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+        return 7
+
+    assert fresh_guard(leave)() == 7
+    assert fresh_guard(lambda: 8, slot_timeout=0)() == 8
