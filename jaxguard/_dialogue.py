@@ -22,6 +22,7 @@ from typing import Any
 from . import (
     _answers,
     _calls,
+    _deadlines,
     _deaths,
     _descriptors,
     _frames,
@@ -35,15 +36,10 @@ from . import (
     _worker,
     errors,
 )
+from ._deadlines import Due
 from ._leases import Lease
 
-_GRACE_S = 3.0
-"""Between asking a worker to end (SIGTERM) and ending it (SIGKILL)."""
 _STACKS_S = 1.0
-_NO_PID_S, _NO_WORKER_S = 10.0, 120.0
-"""After how long without a worker's pid this says so, and after how long its keeper is given up."""
-_END_S = 35.0
-"""For how long a worker may take over its normal end; it bounds itself more narrowly."""
 
 logger = logging.getLogger("jaxguard")
 
@@ -132,7 +128,7 @@ class Worker:
         """End the worker at once and wait until nothing of it is left."""
         self._started.order(_keeper.KILL)
         self._started.wake_keeper()
-        until = time.monotonic() + 2 * _GRACE_S
+        until = time.monotonic() + 2 * _deadlines.GRACE_S
         while not self.ended and time.monotonic() < until:
             self._wait(100)
             self._hear()
@@ -142,7 +138,10 @@ class Worker:
         """End an idle worker the normal way; return when nothing of it is left."""
         self._answer = None
         self._pipe.put(_worker.QUIT, b"")
-        quiet, until = Talk("its last call", _trials.Roots(""), math.inf, lambda: None), time.monotonic() + _END_S
+        quiet, until = (
+            Talk("its last call", _trials.Roots(""), math.inf, lambda: None),
+            time.monotonic() + _deadlines.END_S,
+        )
         try:
             while not self.ended and time.monotonic() < until:
                 self._step(quiet, 200)
@@ -192,49 +191,32 @@ class Worker:
             The stacks, if the time was up.
         """
         self._answer = None
-        ordered = time.monotonic()
-        begins = None if self.pid is None else ordered
-        warned = False
+        deadlines = _deadlines.Deadlines(talk.timeout)
         stacks: str | None = None
-        kill_at = math.inf
         while not self.ended and not (self._answered and not to_the_end):
-            now = time.monotonic()
-            if begins is None and self.pid is not None:
-                begins = now
-            if begins is None and now - ordered > _NO_PID_S:
-                if now - ordered > _NO_WORKER_S:
-                    _starting.kill_keeper(self._started.keeper_pid)
-                elif not warned:
-                    warned = True
-                    logger.warning(
-                        "jaxguard: %s has no worker after %.0f s: its keeper does not answer", talk.name, now - ordered
-                    )
-                    self._started.wake_keeper()
-            if stacks is None:
-                deadline = math.inf if begins is None or self._answered else begins + talk.timeout
-                if self._answered and (kill_at := min(kill_at, now + _END_S)) <= now:  # stopped while it ends
-                    self.end_now()
-                elif now >= deadline:
-                    stacks = self._take_stacks(talk)
-                    if self._answered:  # at the last moment
-                        stacks = None
-                        continue
+            due, wait_s = deadlines.due(begun=self.pid is not None, answered=self._answered)
+            if due is None:
+                self._step(talk, 1000 * min(wait_s, 3600) + 1, deaf=stacks is not None)
+            elif due is Due.SAY_SO:
+                waited = time.monotonic() - deadlines.ordered
+                logger.warning("jaxguard: %s has no worker after %.0f s: its keeper does not answer", talk.name, waited)
+                self._started.wake_keeper()
+            elif due is Due.GIVE_UP:
+                _starting.kill_keeper(self._started.keeper_pid)
+            elif due is Due.TIME_UP:
+                stacks = self._take_stacks(talk)
+                if self._answered:  # at the last moment
+                    stacks = None
+                else:
                     self._condemned = True
                     self._started.order(_keeper.TERMINATE)
-                    kill_at = time.monotonic() + _GRACE_S
-                    continue
+                    deadlines.terminated()
             else:
-                deadline = kill_at
-                if now >= kill_at:
-                    self._started.order(_keeper.KILL)
-                    self._started.wake_keeper()
-                    kill_at = now + _GRACE_S
-            if begins is None or self._answered:
-                deadline = min(deadline, now + 1)
-            self._step(talk, None if deadline == math.inf else 1000 * (deadline - now) + 1, deaf=stacks is not None)
+                self._started.order(_keeper.KILL)
+                self._started.wake_keeper()
         return stacks
 
-    def _step(self, talk: Talk, limit_ms: float | None, *, deaf: bool = False) -> None:
+    def _step(self, talk: Talk, limit_ms: float, *, deaf: bool = False) -> None:
         ready = self._wait(limit_ms)
         for descriptor, output in list(self._outputs.items()):
             if descriptor in ready and not output.pass_on(descriptor):
@@ -260,7 +242,7 @@ class Worker:
     def _pipe_number(self) -> int:
         return self._started.pipe.fileno()
 
-    def _wait(self, limit_ms: float | None) -> dict[int, int]:
+    def _wait(self, limit_ms: float) -> dict[int, int]:
         poll = select.poll()
         if self._pipe_open:
             poll.register(self._pipe_number, select.POLLIN | (select.POLLOUT if self._pipe.unwritten else 0))

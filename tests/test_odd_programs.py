@@ -271,9 +271,9 @@ def test_blocks_that_end_in_another_order() -> None:
 
 def test_a_worker_that_is_stopped_while_it_ends(fresh_guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is kept, the worker is ended after a bound, and its slot is free."""
-    from jaxguard import _dialogue
+    from jaxguard import _deadlines
 
-    monkeypatch.setattr(_dialogue, "_END_S", 1.0)
+    monkeypatch.setattr(_deadlines, "END_S", 1.0)
 
     def leave() -> int:
         import atexit
