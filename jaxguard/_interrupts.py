@@ -44,9 +44,21 @@ class Call:
     def interrupt(self, name: str) -> None:
         """End the call, wherever it is: waiting for a slot, or for its worker."""
         self._signal = name
-        os.eventfd_write(self.wake, 1)
+        self.ring()
         if self.end_worker is not None:
             self.end_worker()
+
+    def ring(self) -> None:
+        """Let the call look again, if it waits for a slot. Callable from anywhere."""
+        with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
+            if self.wake >= 0:
+                os.eventfd_write(self.wake, 1)
+
+    def close(self) -> None:
+        """The call is over."""
+        with _descriptors.creating():
+            wake, self.wake = self.wake, -1
+            _descriptors.close(wake)
 
     def interrupted(self) -> BaseException | None:
         """What the call shall raise, once it was interrupted."""
@@ -101,7 +113,7 @@ def call(name: str) -> Iterator[Call]:
         yield running
     finally:
         _active.pop(running.id, None)
-        _descriptors.close(running.wake)
+        running.close()
         if not _active and threading.current_thread() is threading.main_thread():
             _uninstall()
 
@@ -109,10 +121,7 @@ def call(name: str) -> Iterator[Call]:
 def wake_all() -> None:
     """Let every waiting call look again: a warm worker has come free."""
     for running in list(_active.values()):
-        try:
-            os.eventfd_write(running.wake, 1)
-        except OSError:  # it has ended meanwhile
-            continue
+        running.ring()
 
 
 # ---------------------------------------------------------------- the handler

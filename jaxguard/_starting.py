@@ -89,10 +89,11 @@ class Started:
 
     def order(self, order: bytes) -> None:
         """Have the keeper send the worker a signal."""
-        try:
-            self.line.send(order)
-        except OSError:  # the keeper is gone, and the worker with it
-            pass
+        with _descriptors.creating():  # not while it is closed: its number may be a stranger's a moment later
+            try:
+                self.line.send(order)
+            except OSError:  # the keeper is gone, and the worker with it
+                pass
 
     def wake_keeper(self) -> None:
         """A keeper that somebody has stopped ends nobody."""

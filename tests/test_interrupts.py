@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jaxguard import isolated_jax_worker
+from jaxguard import _interrupts, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_ctrl_c_and_sigterm_leave_no_trial_running(run_python: Callable[..., Any
     code = """
 import os, signal, sys, threading, time
 import optuna
-from jaxguard import isolated_jax_worker
+from jaxguard import _interrupts, isolated_jax_worker
 
 number, jobs, url, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 
@@ -122,3 +122,18 @@ def test_a_guard_at_rest_installs_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
     isolated_jax_worker(lambda: 1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_call_that_is_over_is_told_nothing(tmp_path: Any) -> None:
+    """Whoever still means to wake a call that has just ended writes nothing: its descriptor may be a file by now."""
+    with _interrupts.call("objective") as running:
+        number = running.wake
+    files = [open(tmp_path / str(index), "w") for index in range(64)]  # noqa: SIM115 – all at once
+    try:
+        assert number in {file.fileno() for file in files}, "the number was given again"
+        running.ring()
+        running.interrupt("SIGTERM")
+    finally:
+        for file in files:
+            file.close()
+    assert not any(path.stat().st_size for path in tmp_path.iterdir())
