@@ -57,6 +57,12 @@ class Finished:
         return self
 
 
+def pytest_configure() -> None:
+    """Let Ctrl-C be heard by what the tests start: a shell ignores it in the name of its background jobs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Give the test two CPU slots in a namespace of its own; `slots(n)` asks for another number."""
