@@ -7,6 +7,8 @@ import sys
 from math import inf
 from typing import TYPE_CHECKING
 
+from .errors import JaxguardError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return int(options.command(options))
+    except (JaxguardError, ValueError) as error:
+        print(f"jaxguard: {error}", file=sys.stderr)  # noqa: T201 -- for a terminal
+        return 1
     except KeyboardInterrupt:
         print("jaxguard: interrupted", file=sys.stderr)  # noqa: T201 -- for a terminal
         return INTERRUPTED
@@ -38,6 +43,12 @@ def _demo(options: argparse.Namespace) -> int:
     from . import _demo
 
     return _demo.run(options)
+
+
+def _slots(options: argparse.Namespace) -> int:
+    from . import _slots
+
+    return _slots.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +86,18 @@ def _parser() -> argparse.ArgumentParser:
         help="where to keep the study, such as sqlite:///demo.db; run again to add trials (default: in memory)",
     )
     demo.set_defaults(command=_demo, refuse=demo.error)
+
+    slots = commands.add_parser(
+        "slots",
+        help="show the devices, who holds them and who waits",
+        description=(
+            "Show the devices that a process started here may use: FREE, HELD, FOREIGN (a program that holds no slot "
+            "computes there) or UNKNOWN (free, but who computes there cannot be told). Study and trial are told of "
+            "your own programs only. Neither JAX nor CUDA is started."
+        ),
+    )
+    slots.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
+    slots.set_defaults(command=_slots)
     return parser
 
 

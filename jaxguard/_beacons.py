@@ -7,7 +7,9 @@ Anybody can light a beacon, so names are read strictly and believed in nothing t
 
 Abstract sockets belong to a network namespace: whoever waits must also look at the locks now and then.
 
-    jaxguard/<protocol>/<h or w>/<place>/<ticket>/<pid>/<since>/<nonce>
+    jaxguard/<protocol>/<h, i or w>/<place>/<number>/<pid>/<since>/<nonce>
+
+The number is a waiter's ticket (when it came, in ns of the monotonic clock), or the units that a holder has.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from dataclasses import dataclass
 from . import _descriptors, _linux
 
 PROTOCOL = 1
-HOLDER, WAITER = "h", "w"
+HOLDER, IDLE, WAITER = "h", "i", "w"
+"""A holder; beside it, one that runs nothing and still cannot let go; one who waits."""
 _LISTENING = b"00010000"  # the flag __SO_ACCEPTCON of /proc/net/unix
 _NAME = re.compile(
-    rf"jaxguard/{PROTOCOL}/([hw])/([0-9a-f]{{12}})/(\d{{1,20}})/(\d{{1,10}})/(\d{{1,12}})/([0-9a-f]{{12}})"
+    rf"jaxguard/{PROTOCOL}/([hiw])/([0-9a-f]{{12}})/(\d{{1,20}})/(\d{{1,10}})/(\d{{1,12}})/([0-9a-f]{{12}})"
 )
 _BACKLOG = 128
 
@@ -41,12 +44,12 @@ def nonce() -> str:
     return secrets.token_hex(6)
 
 
-def light(kind: str, about: str, ticket: int, word: str) -> socket.socket:
+def light(kind: str, about: str, number: int, word: str) -> socket.socket:
     """Light a beacon about a device or a line; it shines until all copies of the socket are closed."""
     with _descriptors.creating():
         beacon = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         _descriptors.own(beacon.fileno())
-    name = f"jaxguard/{PROTOCOL}/{kind}/{place(about):012x}/{ticket}/{os.getpid()}/{int(time.time())}/{word}"
+    name = f"jaxguard/{PROTOCOL}/{kind}/{place(about):012x}/{number}/{os.getpid()}/{int(time.time())}/{word}"
     beacon.bind(f"\0{name}")
     beacon.listen(_BACKLOG)
     return beacon
@@ -59,7 +62,7 @@ class Sighting:
     name: str
     kind: str
     place: int
-    ticket: int
+    number: int
     pid: int
     since: int
     nonce: str
@@ -107,6 +110,6 @@ def seen() -> list[Sighting]:
                 continue
             match = _NAME.fullmatch(row[start + 1 :].strip().decode("ascii", "replace"))
             if match:
-                kind, where, ticket, pid, since, word = match.groups()
-                found.append(Sighting(match[0], kind, int(where, 16), int(ticket), int(pid), int(since), word))
-    return sorted(found, key=lambda beacon: (beacon.ticket, beacon.nonce))
+                kind, where, number, pid, since, word = match.groups()
+                found.append(Sighting(match[0], kind, int(where, 16), int(number), int(pid), int(since), word))
+    return sorted(found, key=lambda beacon: (beacon.number, beacon.nonce))

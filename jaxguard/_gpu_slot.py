@@ -7,14 +7,17 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import (
+    _asking,
     _descriptors,
     _devices,
+    _environment,
+    _gpus,
     _guard,
     _holds,
     _interrupts,
@@ -24,13 +27,14 @@ from . import (
     _linux,
     _packing,
     _settings,
+    _shares,
     errors,
 )
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_kept: list[tuple[_leases.Lease, int]] = []
+_kept: list[tuple[_leases.Lease, float]] = []
 """Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
 _said: list[dict[str, str]] = []
 """What the blocks that are open in this process have put in its environment, the oldest first."""
@@ -41,7 +45,7 @@ _turn = threading.Lock()
 class Slot:
     """Devices that this process holds."""
 
-    devices: tuple[_devices.Device, ...]
+    devices: tuple[_gpus.Device, ...]
     """The devices, each with `id`, `index`, `kind` and `memory_bytes`."""
     share: float
     """The part of each device that is held; 1 is all of it."""
@@ -55,8 +59,9 @@ class Slot:
 class GpuSlot:
     """A guard at rest: data. It opens a fresh hold for each call, and for each `with`."""
 
-    gpus: int = 1
+    gpus: float = 1
     slot_timeout: float = math.inf
+    devices: _devices.Listed | None = None
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
         """Hold the slot while a function runs in this process."""
@@ -106,17 +111,18 @@ class GpuSlot:
             stack.enter_context(_in_force(slot, lease, gpus))
             return _Block(lease, slot, stack.pop_all())
 
-    def _take(self) -> tuple[_leases.Lease, int]:
+    def _take(self) -> tuple[_leases.Lease, float]:
         with _turn:
             for kept in _kept:
                 if 0 < self.gpus <= kept[1]:
                     _kept.remove(kept)
-                    kept[0].waited_s = 0.0
+                    kept[0].resume()
+                    kept[0].tell(phase="running")
                     return kept
-            _refuse_started(self.gpus)
+            _refuse_started(self.gpus, self.devices)
         with _interrupts.call("gpu_slot") as running:
-            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout)
-            return _guard.lease(running, options, for_this_process=True), self.gpus
+            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
+            return _asking.lease(running, options, for_this_process=True), self.gpus
 
 
 @dataclass(eq=False)
@@ -156,26 +162,28 @@ def _check_came_up(lease: _leases.Lease) -> None:
         names = ", ".join(device.id for device in lease.devices)
         text = (
             f"the held GPU {names} did not come up in JAX, which ran on the CPU. See JAX's warning above, and whether "
-            "the CUDA plugin is installed and fits this jaxlib and driver."
+            f"the driver is new enough for the CUDA plugin.{_devices.versions_that_do_not_fit()}"
         )
         raise errors.NoDevices(text)
 
 
-def _slot(lease: _leases.Lease, gpus: int) -> Slot:
-    return Slot(lease.devices, 1.0, _devices.variables(lease.devices, gpus), lease.waited_s)
+def _slot(lease: _leases.Lease, gpus: float) -> Slot:
+    env = _environment.variables(lease.devices, gpus)
+    env |= _environment.memory_variables(lease.devices, gpus, dict(os.environ))
+    return Slot(lease.devices, lease.share, env, lease.waited_s)
 
 
 def _slot_of_this_worker(hold: _holds.Hold) -> Slot:
-    env = {name: os.environ[name] for name in _devices.FROM_THE_LEASE if name in os.environ}
-    return Slot(hold.devices, 1.0, env, 0.0)
+    env = {name: os.environ[name] for name in (*_environment.FROM_THE_LEASE, _environment.MEMORY) if name in os.environ}
+    return Slot(hold.devices, _shares.units(hold.gpus) / _shares.UNITS, env, 0.0)
 
 
-def _refuse_started(gpus: int) -> None:
+def _refuse_started(gpus: float, listed: _devices.Listed | None) -> None:
     """Raise if JAX has started here in a way that a slot cannot be reconciled with."""
     if not _jax_state.started():
         return
     devices = _jax_state.local_devices()
-    request = _devices.request(gpus)
+    request = _devices.request(gpus, listed)
     if request.candidates[0].is_gpu:
         seen = sum(device.platform == "gpu" for device in devices)
         if seen and gpus == len(request.candidates) and not _kept:
@@ -200,7 +208,7 @@ def _names(devices: list[Any]) -> str:
 
 
 @contextmanager
-def _in_force(slot: Slot, lease: _leases.Lease, gpus: int) -> Iterator[None]:
+def _in_force(slot: Slot, lease: _leases.Lease, gpus: float) -> Iterator[None]:
     """JAX that starts in this process starts on the slot's devices; what a child process inherits says so too."""
     news = {**slot.env, _settings.HOLD: lease.nonce}
     config: dict[str, Any] = {}
@@ -231,14 +239,14 @@ def _unsay(news: dict[str, str]) -> None:
             _devices.OUTSIDE.clear()
 
 
-def _configure_jax(slot: Slot, gpus: int) -> dict[str, Any]:
+def _configure_jax(slot: Slot, gpus: float) -> dict[str, Any]:
     """An imported JAX has read its environment already: tell it. One that has started is where it is."""
     jax = sys.modules.get("jax")
     if jax is None or _jax_state.started():
         return {}
     settings: dict[str, Any] = {"jax_platforms": slot.env["JAX_PLATFORMS"]}
     if not slot.devices[0].is_gpu:
-        settings["jax_num_cpu_devices"] = max(1, gpus)
+        settings["jax_num_cpu_devices"] = max(1, int(gpus))
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -253,8 +261,9 @@ def _restore_jax(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def _let_go(lease: _leases.Lease, gpus: int) -> None:
+def _let_go(lease: _leases.Lease, gpus: float) -> None:
     if lease.devices[0].is_gpu and any(device.platform == "gpu" for device in _jax_state.local_devices()):
+        lease.rest()
         _kept.append((lease, gpus))
     else:
         lease.close()
@@ -275,8 +284,17 @@ _descriptors.after_fork_in_child(_after_fork_in_child)
 @overload
 def gpu_slot(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
-def gpu_slot(*, gpus: int = 1, slot_timeout: float = math.inf) -> GpuSlot: ...
-def gpu_slot(function: Callable[..., Any] | None = None, /, *, gpus: int = 1, slot_timeout: float = math.inf) -> Any:
+def gpu_slot(
+    *, gpus: float = 1, devices: Sequence[int | str] | None = None, slot_timeout: float = math.inf
+) -> GpuSlot: ...
+def gpu_slot(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    gpus: float = 1,
+    devices: Sequence[int | str] | None = None,
+    slot_timeout: float = math.inf,
+) -> Any:
     """Hold devices for this process while a block or a function runs.
 
     Use it where the code itself must run in this process. If JAX has not started here, it starts on exactly these
@@ -285,8 +303,9 @@ def gpu_slot(function: Callable[..., Any] | None = None, /, *, gpus: int = 1, sl
 
     Args:
         function: The function, when used as a decorator without options.
-        gpus: How many GPUs to hold, a whole number; 0 keeps to the CPU. On a host without GPUs, how many CPU devices
-            JAX sees.
+        gpus: How many GPUs to hold, or the share of one (0.5, 1/3); 0 keeps to the CPU. On a host without GPUs, how
+            many CPU devices JAX sees.
+        devices: Which devices to choose from: positions among those that this process may use, or ids; None for all.
         slot_timeout: Seconds to wait for the slot; 0 tries once, `inf` never gives up.
 
     Returns:
@@ -308,7 +327,6 @@ def gpu_slot(function: Callable[..., Any] | None = None, /, *, gpus: int = 1, sl
         ...     slot.devices[0].id, slot.env["JAX_PLATFORMS"]
         ('cpu:0', 'cpu')
     """
-    _devices.check_gpus(gpus)
     _line.check_slot_timeout(slot_timeout)
-    guard = GpuSlot(gpus, slot_timeout)
+    guard = GpuSlot(_shares.checked(gpus), slot_timeout, _devices.checked_devices(devices))
     return guard if function is None else guard(function)

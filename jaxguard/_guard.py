@@ -10,22 +10,20 @@ import functools
 import inspect
 import logging
 import math
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from . import (
-    _devices,
+    _asking,
     _dialogue,
+    _environment,
     _holds,
     _inherited,
     _interrupts,
-    _jax_state,
     _leases,
-    _line,
     _linux,
     _settings,
     _starting,
@@ -36,8 +34,6 @@ from . import (
 from ._packing import Options, PackedCall, check_travels
 
 logger = logging.getLogger("jaxguard")
-
-Found = TypeVar("Found", bound=_leases.Lease | _dialogue.Worker)
 
 ATTRIBUTE = "jaxguard"
 """The user attribute of each guarded trial."""
@@ -83,11 +79,15 @@ def call(function: Callable[..., Any], options: Options, args: tuple[Any, ...], 
         _starting.warm_up()  # the keeper imports while this call packs and waits
         packed = PackedCall(name, running.roots, options, function, args, kwargs)
         try:
-            found = _lease_or_warm(running, options, packed.key) if options.reuse else lease(running, options)
+            found = _ask(running, options, packed)
             worker = found if isinstance(found, _dialogue.Worker) else _start_or_close(found, options, packed)
             return converse(running, options, worker, packed, keep=_keep_warm if options.reuse else _let_go)
         finally:
             packed.close()
+
+
+def _ask(running: _interrupts.Call, options: Options, packed: PackedCall) -> _leases.Lease | _dialogue.Worker:
+    return _asking.lease_or_warm(running, options, packed.key) if options.reuse else _asking.lease(running, options)
 
 
 def _start_or_close(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialogue.Worker:
@@ -151,65 +151,7 @@ def _nested(
     return function(*args, **kwargs)
 
 
-# ---------------------------------------------------------------- slot and worker
-
-
-def lease(running: _interrupts.Call, options: Options, *, for_this_process: bool = False) -> _leases.Lease:
-    """Wait for a slot and take it."""
-    request = _request(running, options, for_this_process=for_this_process)
-    return _queue(running, options, request, lambda: _leases.try_take(request.candidates, request.take))
-
-
-def _lease_or_warm(running: _interrupts.Call, options: Options, key: Hashable) -> _leases.Lease | _dialogue.Worker:
-    """Take the warm worker that fits and the slot it has, or wait for either."""
-    request = _request(running, options)
-
-    def attempt() -> _leases.Lease | _dialogue.Worker | None:
-        worker = _warm.take(key)
-        return _leases.try_take(request.candidates, request.take) if worker is None else worker
-
-    if (worker := _warm.take(key)) is not None:  # ahead of the line: it holds its slot already
-        worker.lease.waited_s = 0.0
-        return worker
-    return _queue(running, options, request, attempt)
-
-
-def _request(running: _interrupts.Call, options: Options, *, for_this_process: bool = False) -> _devices.Request:
-    _holds.refuse_under_ancestor(running.name)
-    request = _devices.request(options.gpus)
-    if not for_this_process:  # `gpu_slot` has looked at that in its own way
-        _refuse_occupied(request)
-    return request
-
-
-def _queue(
-    running: _interrupts.Call, options: Options, request: _devices.Request, attempt: Callable[[], Found | None]
-) -> Found:
-    began = time.monotonic()
-    found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check)
-    taken = found if isinstance(found, _leases.Lease) else found.lease
-    taken.waited_s = time.monotonic() - began
-    return found
-
-
-def _refuse_occupied(request: _devices.Request) -> None:
-    """A parent whose own JAX sits on the only GPUs that could serve would make its trials wait or die for ever."""
-    global _warned  # noqa: PLW0603 – once per process
-    if not request.candidates[0].is_gpu or not _jax_state.started():
-        return
-    mine = [device for device in _jax_state.local_devices() if device.platform == "gpu"]
-    if not mine:
-        return
-    text = (
-        f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {len(request.candidates)} GPUs "
-        f"that its trials could use{_jax_state.starters()}, and keeps their memory until it ends. Start the program "
-        "with JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
-    )
-    if len(request.candidates) - len(mine) < request.take:
-        raise errors.JaxAlreadyStarted(text)
-    if not _warned:
-        _warned = True
-        logger.warning(text)
+# ---------------------------------------------------------------- the worker
 
 
 def converse(
@@ -240,9 +182,10 @@ def converse(
 
 def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialogue.Worker:
     """Start a worker on a lease."""
-    cores = _devices.cores_of(lease.devices, options.gpus)
+    cores = _environment.cores_of(lease.devices, options.gpus, options.cpus, lease.offset)
     lease_env = {
-        **_devices.variables(lease.devices, options.gpus),
+        **_environment.variables(lease.devices, options.gpus),
+        **_environment.memory_variables(lease.devices, options.gpus, packed.env),
         _settings.HOLD: lease.nonce,
     }
     if "PJRT_NPROC" not in packed.env:
@@ -269,7 +212,7 @@ def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue
             "host": socket.gethostname(),
             "pid": worker.pid,
             "devices": [device.id for device in lease.devices],
-            "share": 1,
+            "share": round(lease.share, 4),
             "waited_s": round(lease.waited_s, 4),
             "run_s": facts.get("run_s", round(run_s, 4)),
             **{name: facts[name] for name in _COUNTED if facts.get(name) is not None},
@@ -280,5 +223,4 @@ def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue
             logger.debug("the attribute %r of trial %s could not be set", ATTRIBUTE, trial, exc_info=True)
 
 
-_warned = False
 _COUNTED = ("compiles", "compile_s", "cache_hits", "saved_s", "peak_memory_bytes")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from . import _beacons, _descriptors, _settings, errors
-from ._devices import Device
+from ._gpus import Device
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Hold:
     """A slot that is held here."""
 
-    gpus: int
-    """How many devices JAX sees in it."""
+    gpus: float
+    """How many devices JAX sees in it, or the share of one."""
     nonce: str
     """The word of its lease."""
     devices: tuple[Device, ...]
@@ -135,12 +135,12 @@ def refuse_under_ancestor(name: str) -> None:
         raise errors.JaxguardError(text)
 
 
-def refuse_more(hold: Hold, name: str, gpus: int) -> None:
+def refuse_more(hold: Hold, name: str, gpus: float) -> None:
     """Raise if a nested call asks for more devices than its hold has."""
     if gpus > max(1, hold.gpus):
         text = (
-            f"{name} asks for gpus={gpus} inside a hold that has gpus={hold.gpus}: it would wait for its own ancestor. "
-            "Ask for the larger number outside, or for no more than that inside."
+            f"{name} asks for gpus={gpus:g} inside a hold that has gpus={hold.gpus:g}: it would wait for its own "
+            "ancestor. Ask for the larger number outside, or for no more than that inside."
         )
         raise errors.JaxguardError(text)
 

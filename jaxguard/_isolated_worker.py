@@ -6,12 +6,25 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import _devices, _dialogue, _guard, _holds, _interrupts, _leases, _line, _packing, _settings
+from . import (
+    _asking,
+    _devices,
+    _dialogue,
+    _environment,
+    _guard,
+    _holds,
+    _interrupts,
+    _leases,
+    _line,
+    _packing,
+    _settings,
+    _shares,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -137,7 +150,7 @@ class IsolatedJaxWorker:
             yield Worker(self.options, None)
             return
         with _interrupts.call("isolated_jax_worker()") as running:
-            lease = _guard.lease(running, self.options)
+            lease = _asking.lease(running, self.options)
         worker = Worker(self.options, lease)
         owner = os.getpid()
         try:
@@ -186,20 +199,24 @@ def isolated_jax_worker(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def isolated_jax_worker(
     *,
-    gpus: int = 1,
+    gpus: float = 1,
+    devices: Sequence[int | str] | None = None,
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
+    cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> IsolatedJaxWorker: ...
 def isolated_jax_worker(
     function: Callable[..., Any] | None = None,
     /,
     *,
-    gpus: int = 1,
+    gpus: float = 1,
+    devices: Sequence[int | str] | None = None,
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
+    cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> Any:
     """Run each call in a process of its own that holds a slot.
@@ -216,11 +233,14 @@ def isolated_jax_worker(
 
     Args:
         function: The function, when used without options.
-        gpus: How many GPUs each call holds, a whole number; 0 keeps to the CPU. On a host without GPUs, how many CPU
-            devices JAX sees.
+        gpus: How many GPUs each call holds, or the share of one (0.5, 1/3, 0.25); 0 keeps to the CPU. On a host without
+            GPUs, how many CPU devices JAX sees.
+        devices: Which devices to choose from: positions among those that the calling process may use, or ids; None for
+            all.
         timeout: Seconds that a run may take, from the moment its process exists; `inf` for no limit.
         slot_timeout: Seconds to wait for a slot; 0 tries once, `inf` never gives up.
         reuse: Whether calls share warm processes, one at a time, instead of each having a fresh one.
+        cpus: How many cores the worker may use; None for its slot's share of them, near its GPU where the system tells.
         env: Environment variables of the worker, in force before anything is imported there; None unsets one.
 
     Returns:
@@ -246,13 +266,21 @@ def isolated_jax_worker(
         >>> float(norm([3.0, 4.0]))
         5.0
     """
-    _devices.check_gpus(gpus)
     _check_timeout(timeout)
     _line.check_slot_timeout(slot_timeout)
     if not isinstance(reuse, bool):
         text = f"reuse must be True or False, not {reuse!r}"
         raise TypeError(text)
-    guard = IsolatedJaxWorker(_packing.Options(gpus, timeout, slot_timeout, reuse, _checked_env(env)))
+    options = _packing.Options(
+        _shares.checked(gpus),
+        timeout,
+        slot_timeout,
+        reuse,
+        _checked_env(env),
+        _devices.checked_devices(devices),
+        _environment.checked_cpus(cpus),
+    )
+    guard = IsolatedJaxWorker(options)
     return guard if function is None else guard(function)
 
 
@@ -278,7 +306,7 @@ def _checked_env(env: object) -> tuple[tuple[str, str | None], ...]:
         if not name or "=" in name or "\0" in name + (value or ""):
             text = f"env: {name!r}={value!r} is not a valid environment variable"
             raise ValueError(text)
-        if name in _devices.FROM_THE_LEASE or name in {_settings.HOLD, _settings.RUN}:
+        if name in _environment.FROM_THE_LEASE or name in {_settings.HOLD, _settings.RUN}:
             text = (
                 f"env: {name} comes from the slot that a call holds, and cannot be set. Use gpus= (gpus=0 for the "
                 f"CPU), or {_settings.DEVICES} for the whole program."

@@ -1,66 +1,39 @@
-"""Leases: the locks that make a slot exclusive.
+"""Leases: devices, or shares of them, that are held.
 
-A device is held by whoever holds a lock on its range of `/dev/null`: an open-file-description lock, which belongs to a
-descriptor and not to a process. Nobody can unlink that inode, all users of the host meet there, the lock travels with
-its descriptor to keeper and worker, and the kernel frees it when the last of them ends, however they end.
-
-A lease is that descriptor with a beacon for each device. Source: fcntl(2), "Open file description locks".
+A lease is a descriptor with locks on the units that it holds (`_locks`), a beacon for each device, and a record for its
+own user. It travels to keeper and worker by its descriptors, and ends with the last of them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from typing import Any
 
-from . import _beacons, _descriptors, _linux
-from ._devices import Device
-
-UNITS = 840
-"""Length of a device's range: halves to eighths of it are whole."""
-_SPACING = 1 << 12
-_WAITING = 2048
-"""Offset, behind a line's range, of the mark that somebody waits in it."""
-
-
-def open_locks() -> int:
-    """A fresh open file description on which ranges can be locked; close it to let all of them go."""
-    with _descriptors.creating():
-        descriptor = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        _descriptors.own(descriptor)
-    return descriptor
-
-
-def start_of(name: str) -> int:
-    """Where the range of a device, or the mark of a line, begins."""
-    return _beacons.place(name) * _SPACING
-
-
-def mark_waiting(descriptor: int, lines: Iterable[str]) -> None:
-    """Let newcomers see that somebody waits in these lines."""
-    for line in lines:
-        _linux.lock_range(descriptor, start_of(line) + _WAITING, 1, shared=True)
-
-
-def somebody_waits(descriptor: int, lines: Iterable[str]) -> bool:
-    """Say whether somebody may be waiting in one of these lines."""
-    return any(_linux.range_is_locked(descriptor, start_of(line) + _WAITING, 1) for line in lines)
+from . import _beacons, _descriptors, _linux, _locks, _records, _tenants
+from ._gpus import Device
+from ._shares import UNITS
 
 
 class Lease:
     """Devices held by this process, and by every process that was given the descriptors."""
 
-    def __init__(self, devices: tuple[Device, ...], locks: int) -> None:
+    def __init__(self, devices: tuple[Device, ...], locks: int, units: int = UNITS, offset: int = 0) -> None:
         self.devices = devices
+        self.units = units
+        self.offset = offset
+        """At which unit of the first device its share begins."""
         self.nonce: str = _beacons.nonce()
         self.waited_s: float = 0.0
         self._owner = os.getpid()
         self._locks = locks
+        self._record: _records.Record | None = None
         self._beacons: list[socket.socket] = []
+        self._at_rest: list[socket.socket] = []
         self._connections: list[socket.socket] = []
         try:
             for device in devices:
-                self._beacons.append(_beacons.light(_beacons.HOLDER, device.lock, 0, self.nonce))
+                self._beacons.append(_beacons.light(_beacons.HOLDER, device.lock, units, self.nonce))
         except BaseException:
             self.close()
             raise
@@ -68,6 +41,11 @@ class Lease:
     @property
     def closed(self) -> bool:
         return self._locks < 0
+
+    @property
+    def share(self) -> float:
+        """The part of each device."""
+        return self.units / UNITS
 
     @property
     def descriptors(self) -> list[int]:
@@ -78,6 +56,25 @@ class Lease:
     def doorbells(self) -> list[int]:
         """What becomes readable when somebody begins to wait for this lease to end."""
         return [beacon.fileno() for beacon in self._beacons]
+
+    def tell(self, **facts: Any) -> None:
+        """Say to this user what the lease is for."""
+        if self._record is None:
+            self._record = _records.Record(self.nonce, facts)
+        else:
+            self._record.tell(**facts)
+
+    def rest(self) -> None:
+        """Say to all that nothing runs under this lease, which nevertheless cannot be let go."""
+        self.tell(phase="idle")
+        for device in self.devices if not self._at_rest else ():
+            self._at_rest.append(_beacons.light(_beacons.IDLE, device.lock, self.units, self.nonce))
+
+    def resume(self) -> None:
+        """Something runs under it again."""
+        self.waited_s = 0.0
+        while self._at_rest:
+            _descriptors.close_socket(self._at_rest.pop())
 
     def foreign_waiters(self) -> bool:
         """Say whether another process is connected to a beacon of this lease, waiting for it to end."""
@@ -118,24 +115,44 @@ class Lease:
         if self._locks >= 0:
             _descriptors.close(self._locks)
             self._locks = -1
-        for open_socket in (*self._beacons, *self._connections):
+        for open_socket in (*self._beacons, *self._at_rest, *self._connections):
             _descriptors.close_socket(open_socket)
-        self._beacons, self._connections = [], []
+        self._beacons, self._at_rest, self._connections = [], [], []
+        if self._record is not None:
+            self._record.close()
+            self._record = None
 
 
-def try_take(candidates: tuple[Device, ...], take: int) -> Lease | None:
-    """Lock `take` of the candidates if so many are free: all or nothing, without waiting."""
-    locks = open_locks()
+def try_take(
+    candidates: tuple[Device, ...], take: int, units: int = UNITS, *, for_this_process: bool = False
+) -> Lease | None:
+    """Lock units of `take` of the candidates if so many are free: all or nothing, without waiting.
+
+    A device on which others compute without right counts as taken. Shares go where most is free.
+    """
+    locks = _locks.open_locks()
     taken: list[Device] = []
+    offset = 0
     try:
-        for device in candidates:
-            if _linux.lock_range(locks, start_of(device.lock), UNITS):
-                taken.append(device)
-                if len(taken) == take:
-                    lease = Lease(tuple(taken), locks)
-                    locks = -1
-                    return lease
+        for device in candidates if units == UNITS else _emptiest_first(locks, candidates):
+            pieces = _locks.lock_units(locks, device.lock, units)
+            if not pieces:
+                continue
+            if _tenants.keep_off(device, for_this_process=for_this_process):
+                _locks.unlock_units(locks, device.lock, pieces)
+                continue
+            offset = offset if taken else pieces[0][0]
+            taken.append(device)
+            if len(taken) == take:
+                _locks.mark_protocol(locks)
+                lease = Lease(tuple(taken), locks, units, offset)
+                locks = -1
+                return lease
         return None
     finally:
         if locks >= 0:
             _descriptors.close(locks)
+
+
+def _emptiest_first(locks: int, candidates: tuple[Device, ...]) -> list[Device]:
+    return sorted(candidates, key=lambda device: _locks.units_held(locks, device.lock))

@@ -1,9 +1,9 @@
 """The line: first come, first served among all requests of the host whose devices overlap.
 
 Whoever must wait lights a beacon in the line of each device it could use, with the time of its arrival as the ticket.
-Who has nobody ahead tries the locks and watches the holders' beacons; who has somebody ahead watches the last of those.
-A beacon that goes out wakes who watches it. No lock is held while waiting, and a waiter that dies leaves the line by
-dying.
+A device is *contested* for a request as long as somebody waits in its line who came before. A request tries the locks
+of the devices that are not, and watches their holders; on the others it watches the last one ahead. A beacon that goes
+out wakes who watches it. No lock is held while waiting, and a waiter that dies leaves the line by dying.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime
-from typing import Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
-from . import _beacons, _descriptors, _leases, _linux, errors
-from ._devices import Device, Request
+from . import _beacons, _descriptors, _linux, _locks, _parties, _records, _settings, _shares, _tenants, errors
+from ._devices import Request
+from ._gpus import Device
 
 logger = logging.getLogger("jaxguard")
 
@@ -27,18 +28,37 @@ Slot = TypeVar("Slot")
 
 _PASSED_OVER_S = 2.0
 _WARN_AFTER_S, _WARN_EVERY_S = 10.0, 300.0
+_HOPELESS_AFTER_S = 30.0
+"""For how long nothing but idle holders and foreign programs may be in the way, before the wait is an error."""
 _LOOK_AGAIN_S = 1.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.5
 """Between looks when there is no beacon to watch: a holder about to light its own, or in another network namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a waiter sees of the line at one moment."""
+
+    ahead: list[_beacons.Sighting]
+    """Who came before and wants some of the same devices, in order and without those who are passed over."""
+    holders: list[_beacons.Sighting]
+    """Who holds what could be used."""
+    idle: list[_beacons.Sighting]
+    """Those of the holders who run nothing, and still cannot let go."""
+    free: tuple[Device, ...]
+    """The devices that are not contested."""
+    watch: list[_beacons.Sighting]
+    """Those whose going could change something."""
 
 
 def wait(
     name: str,
     request: Request,
     slot_timeout: float,
-    attempt: Callable[[], Slot | None],
+    attempt: Callable[[tuple[Device, ...]], Slot | None],
     wake: int,
     interrupted: Callable[[], None],
+    facts: dict[str, Any] | None = None,
 ) -> Slot:
     """Wait until `attempt` gives a slot.
 
@@ -46,48 +66,78 @@ def wait(
         name: Who waits, for messages.
         request: What is waited for.
         slot_timeout: For how long, in seconds; 0 tries once.
-        attempt: Takes the slot if it is there; called only when it is this request's turn.
+        attempt: Takes the slot from these devices if it is there; called only for devices that are not contested.
         wake: An eventfd; a write to it makes the wait look again at once.
         interrupted: Raises if the wait shall end.
+        facts: What the waiter tells its own user of itself.
 
     Raises:
-        SlotTimeout: If no slot came free in that time.
+        SlotTimeout: If no slot came free in that time, or none can come free.
     """
     began = time.monotonic()
-    locks = _leases.open_locks()
+    locks = _locks.open_locks()
     try:
-        if not _leases.somebody_waits(locks, request.lines) and (slot := attempt()) is not None:
+        if not _locks.somebody_waits(locks, request.lines) and (slot := attempt(request.candidates)) is not None:
             return slot
-        _leases.mark_waiting(locks, request.lines)
-        with _Place(request) as place:
+        _locks.mark_waiting(locks, request.lines)
+        with _Place(request, {"function": name, **(facts or {}), "phase": "waiting"}) as place:
             warn_at = began + _WARN_AFTER_S
+            hopeless_at = math.inf
             while True:
                 interrupted()
-                ahead, holders = place.look()
-                if not ahead and (slot := attempt()) is not None:
+                view = place.look()
+                if len(view.free) >= request.take and (slot := attempt(view.free)) is not None:
                     return slot
                 now = time.monotonic()
                 left = began + slot_timeout - now
                 if left <= 0:
-                    raise _timeout(request, now - began, holders, ahead)
+                    raise _timeout(request, now - began, view)
+                stuck = _stuck(locks, request, view)
+                if len(request.candidates) - len(stuck) >= request.take:
+                    hopeless_at = math.inf
+                elif hopeless_at == math.inf:
+                    hopeless_at = now + _HOPELESS_AFTER_S
+                elif now >= hopeless_at:
+                    raise _hopeless(now - began, view, stuck)
                 if now >= warn_at:
                     logger.warning(
-                        "jaxguard: %s waits for a slot since %.0f s: %s",
-                        name,
-                        now - began,
-                        describe(request, holders, ahead),
+                        "jaxguard: %s waits for a slot since %.0f s: %s", name, now - began, describe(request, view)
                     )
                     warn_at = now + _WARN_EVERY_S
-                place.sleep(ahead[-1:] or holders, min(left, warn_at - now), wake)
+                place.sleep(view.watch, min(left, warn_at - now, hopeless_at - now), wake)
     finally:
         _descriptors.close(locks)
+
+
+def _stuck(locks: int, request: Request, view: View) -> dict[Device, str]:
+    """The devices that will not come free by themselves, with the reason in words."""
+    found = {}
+    for device in request.candidates:
+        if not device.is_gpu:
+            continue
+        where = _beacons.place(device.lock)
+        words = {beacon.nonce for beacon in view.holders if beacon.place == where}
+        idle = [beacon for beacon in view.idle if beacon.place == where]
+        if words and words <= {beacon.nonce for beacon in idle}:
+            who = " and ".join(_parties.in_words(_parties.behind(beacon, idle=True)) for beacon in idle)
+            found[device] = (
+                f"{_label(device)} is kept by {who}: its gpu_slot block has ended, but its JAX keeps the memory"
+            )
+        elif not words and not _locks.units_held(locks, device.lock) and not _settings.allow_foreign():
+            tenants = _tenants.of(device)
+            if tenants.foreign:
+                found[device] = f"{_tenants.describe(tenants)} on {_label(device)} without a slot"
+    return found
 
 
 class _Place:
     """A place in the lines of a request."""
 
-    def __init__(self, request: Request) -> None:
-        self._devices = {_beacons.place(device.lock) for device in request.candidates}
+    def __init__(self, request: Request, facts: dict[str, Any]) -> None:
+        self._candidates = request.candidates
+        self._facts = facts
+        self._record: _records.Record | None = None
+        self._devices = {_beacons.place(device.lock): _beacons.place(device.line) for device in request.candidates}
         self._lines = {_beacons.place(line): line for line in request.lines}
         self._ticket = time.monotonic_ns()  # the same clock for all processes of the host
         self._nonce = _beacons.nonce()
@@ -98,6 +148,7 @@ class _Place:
 
     def __enter__(self) -> Self:
         try:
+            self._record = _records.Record(self._nonce, self._facts)
             for line in self._lines.values():
                 self._own.append(_beacons.light(_beacons.WAITER, line, self._ticket, self._nonce))
         except BaseException:
@@ -108,19 +159,30 @@ class _Place:
     def __exit__(self, *_: object) -> None:
         for open_socket in (*self._own, *self._watched.values()):
             _descriptors.close_socket(open_socket)
+        if self._record is not None:
+            self._record.close()
 
-    def look(self) -> tuple[list[_beacons.Sighting], list[_beacons.Sighting]]:
-        """Who is ahead, in order and without those who are passed over; and who holds what could be used."""
-        beacons = _beacons.seen()
-        ahead = [
-            beacon
-            for beacon in beacons
-            if beacon.kind == _beacons.WAITER
-            and beacon.place in self._lines
-            and (beacon.ticket, beacon.nonce) < (self._ticket, self._nonce)
-        ]
-        holders = [beacon for beacon in beacons if beacon.kind == _beacons.HOLDER and beacon.place in self._devices]
-        return [beacon for beacon in ahead if not self._passed_over(beacon)], holders
+    def look(self) -> View:
+        """See who is there."""
+        ahead: list[_beacons.Sighting] = []
+        holders: list[_beacons.Sighting] = []
+        idle: list[_beacons.Sighting] = []
+        for beacon in _beacons.seen():
+            if beacon.kind == _beacons.WAITER:
+                before = (beacon.number, beacon.nonce) < (self._ticket, self._nonce)
+                if before and beacon.place in self._lines and not self._passed_over(beacon):
+                    ahead.append(beacon)
+            elif beacon.place in self._devices:
+                (holders if beacon.kind == _beacons.HOLDER else idle).append(beacon)
+        last = {beacon.place: beacon for beacon in ahead}
+        free = tuple(device for device in self._candidates if self._line_of(device) not in last)
+        open_to_us = {_beacons.place(device.lock) for device in free}
+        nearest = {beacon.nonce: beacon for beacon in last.values()}  # one beacon of each is enough
+        watch = [*nearest.values(), *(beacon for beacon in holders if beacon.place in open_to_us)]
+        return View(ahead, holders, idle, free, watch)
+
+    def _line_of(self, device: Device) -> int:
+        return self._devices[_beacons.place(device.lock)]
 
     def _passed_over(self, beacon: _beacons.Sighting) -> bool:
         """A waiter that is stopped (Ctrl-Z, a debugger) does not hold up those behind it for more than 2 s."""
@@ -158,18 +220,22 @@ class _Place:
                 _descriptors.close_socket(self._watched.pop(name))
 
 
-def describe(request: Request, holders: list[_beacons.Sighting], ahead: list[_beacons.Sighting]) -> str:
+def describe(request: Request, view: View) -> str:
     """Say in words who holds what a request could use, and who waits before it."""
     by_place = {_beacons.place(device.lock): device for device in request.candidates}
     words = []
-    if holders:
-        held = sorted({_label(by_place[beacon.place]) for beacon in holders})
-        oldest = min(holders, key=lambda beacon: beacon.since)
-        words.append(f"{', '.join(held)} held, the oldest by {_who(oldest)}")
-    else:
+    if view.holders:
+        held = sorted({_label(by_place[beacon.place]) for beacon in view.holders})
+        oldest = min(view.holders, key=lambda beacon: beacon.since)
+        words.append(f"{', '.join(held)} held, the oldest by {_parties.in_words(_parties.behind(oldest))}")
+    foreign = [(device, tenants) for device in request.candidates if (tenants := _tenants.of(device)).foreign]
+    words += [f"{_tenants.describe(tenants)} on {_label(device)} without a slot" for device, tenants in foreign]
+    if not words:
         words.append("the slots are held by processes that cannot be seen from here (another container?)")
-    if ahead:
-        words.append(f"{len(ahead)} in the line before this call, the last {_who(ahead[-1])}")
+    if view.ahead:
+        waiters = len({beacon.nonce for beacon in view.ahead})
+        last = _parties.in_words(_parties.behind(view.ahead[-1]))
+        words.append(f"{waiters} in the line before this call, the last {last}")
     return "; ".join(words)
 
 
@@ -177,32 +243,28 @@ def _label(device: Device) -> str:
     return f"GPU {device.index} ({device.id})" if device.is_gpu else device.id
 
 
-def _pid(beacon: _beacons.Sighting) -> int:
-    proved = beacon.proved()
-    return proved.pid if proved is not None and proved.pid else beacon.pid
-
-
-def _who(beacon: _beacons.Sighting) -> str:
-    proved = beacon.proved()
-    pid = proved.pid if proved is not None and proved.pid else beacon.pid
-    user = f"uid {proved.uid}, " if proved is not None else ""
-    since = datetime.fromtimestamp(beacon.since).astimezone().strftime("%H:%M:%S")
-    if pid == os.getpid():
-        return f"this process (pid {pid}: another trial, or a gpu_slot block of another thread, since {since})"
-    return f"pid {pid} ({user}`{_linux.command(pid)}`, since {since})"
-
-
-def _timeout(
-    request: Request, waited_s: float, holders: list[_beacons.Sighting], ahead: list[_beacons.Sighting]
-) -> errors.SlotTimeout:
+def _timeout(request: Request, waited_s: float, view: View) -> errors.SlotTimeout:
     kind = "GPU" if request.candidates[0].is_gpu else "CPU"
     number = "slot" if request.take == 1 else f"{request.take} slots"
+    if request.units < _shares.UNITS:
+        number = f"share of {request.gpus:g}"
     text = (
-        f"no {kind} {number} free after {waited_s:.1f} s: {describe(request, holders, ahead)}. "
+        f"no {kind} {number} free after {waited_s:.1f} s: {describe(request, view)}. "
         "Raise slot_timeout=, lower n_jobs, or end what holds it."
     )
-    pids = tuple(dict.fromkeys(_pid(beacon) for beacon in sorted(holders, key=lambda beacon: beacon.since)))
-    return errors.SlotTimeout(text, waited_s=waited_s, holders=pids)
+    pids = dict.fromkeys(_parties.behind(b).pid for b in sorted(view.holders, key=lambda beacon: beacon.since))
+    return errors.SlotTimeout(text, waited_s=waited_s, holders=tuple(pids))
+
+
+def _hopeless(waited_s: float, view: View, stuck: dict[Device, str]) -> errors.SlotTimeout:
+    text = (
+        f"no GPU slot will come free: after {waited_s:.1f} s, {'; '.join(stuck.values())}. End those processes, or in "
+        f"them use isolated_jax_worker, which gives the memory back; {_settings.ALLOW_FOREIGN}=1 uses a GPU beside "
+        "programs that hold no slot."
+    )
+    idle = [_parties.behind(beacon).pid for beacon in sorted(view.idle, key=lambda beacon: beacon.since)]
+    foreign = [process.pid for device in stuck for process in _tenants.of(device).foreign]
+    return errors.SlotTimeout(text, waited_s=waited_s, holders=tuple(dict.fromkeys([*idle, *foreign])))
 
 
 def check_slot_timeout(slot_timeout: object) -> None:

@@ -53,11 +53,23 @@ def lock_range(fd: int, start: int, length: int, *, shared: bool = False) -> boo
     return True
 
 
+def unlock_range(fd: int, start: int, length: int) -> None:
+    """Let a range go that the open file description of `fd` holds."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+
+def lock_in_range(fd: int, start: int, length: int) -> tuple[int, int] | None:
+    """A lock in the range that another open file description holds, as its start and end; None if there is none."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, first, count, _ = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    if kind == fcntl.F_UNLCK:
+        return None
+    return first, first + count if count else sys.maxsize
+
+
 def range_is_locked(fd: int, start: int, length: int) -> bool:
     """Say whether another open file description holds a lock in the range."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
-    return bool(kind != fcntl.F_UNLCK)
+    return lock_in_range(fd, start, length) is not None
 
 
 def wait_readable(descriptor: int, limit_s: float) -> bool:
@@ -101,11 +113,34 @@ def status(pid: int) -> Status | None:
     return Status(words[0].decode(), int(words[1]), int(words[3]), int(words[19]))
 
 
+def owner(pid: int) -> int | None:
+    """The user id of a process; None if there is none."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def user(uid: int) -> str:
+    """The name of a user, or the number of one that has none."""
+    import pwd
+
+    try:
+        return printable(pwd.getpwuid(uid).pw_name)
+    except (KeyError, OSError):
+        return f"uid {uid}"
+
+
+def printable(text: str) -> str:
+    """Make text of others fit to be shown: nothing in it steers a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def command(pid: int) -> str:
     """What `ps` would show of a process, shortened: the script, or the module after -m, else the program."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = [word.decode("utf-8", "replace") for word in file.read().split(b"\0") if word]
+            words = [printable(word.decode("utf-8", "replace")) for word in file.read(1 << 16).split(b"\0") if word]
     except OSError:
         return "?"
     rest = iter(words)

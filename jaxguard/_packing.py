@@ -13,18 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import _calls, _descriptors, _devices, _diagnosis, _inherited, _settings, _starting, _trials
+from . import _calls, _descriptors, _devices, _diagnosis, _environment, _inherited, _settings, _starting, _trials
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a guard was given."""
 
-    gpus: int = 1
+    gpus: float = 1
     timeout: float = math.inf
     slot_timeout: float = math.inf
     reuse: bool = False
     env: tuple[tuple[str, str | None], ...] = ()
+    devices: _devices.Listed | None = None
+    cpus: int | None = None
 
 
 class PackedCall:
@@ -41,14 +43,21 @@ class PackedCall:
     ) -> None:
         self.function, self.arguments = _pack_both(name, roots, function, args, kwargs)
         try:
-            env = _environment(options)
+            env = _asked_for(options)
             self.at_import = _starting.read_at_import(env)
-            self.env = _devices.thread_variables() | env  # the user's own settings win
+            self.env = _environment.thread_variables() | env  # the user's own settings win
             self.picture = _picture(options)
         except BaseException:
             self.close()
             raise
-        self.key = options.gpus, options.env, _settings.devices(), tuple(sorted(self.at_import.items()))
+        self.key = (
+            options.gpus,
+            options.devices,
+            options.cpus,
+            options.env,
+            _settings.devices(),
+            tuple(sorted(self.at_import.items())),
+        )
         """Calls with the same key can share a warm worker."""
 
     def hand_over(self) -> tuple[_calls.Packed, _calls.Packed]:
@@ -87,7 +96,7 @@ def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.R
         raise TypeError(_diagnosis.explain(suspect(), name, error, roots.replace)) from error
 
 
-def _environment(options: Options) -> dict[str, str]:
+def _asked_for(options: Options) -> dict[str, str]:
     """The environment that a call asks for."""
     env = dict(os.environ)
     for name, value in options.env:
@@ -95,7 +104,13 @@ def _environment(options: Options) -> dict[str, str]:
             env.pop(name, None)
         else:
             env[name] = value
-    return env
+    _environment.check_memory(env)
+    if (
+        options.cpus is None
+        or (threads := _environment.thread_variables(options.cpus)) == _environment.thread_variables()
+    ):
+        return env
+    return threads | env  # the numerical libraries read them when they are imported
 
 
 def _picture(options: Options) -> bytes:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 
 DEVICES = "JAXGUARD_DEVICES"
+DIR = "JAXGUARD_DIR"
+ALLOW_FOREIGN = "JAXGUARD_ALLOW_FOREIGN"
 INLINE = "JAXGUARD_INLINE"
 HOLD = "JAXGUARD_HOLD"
 """Not a setting: names the hold under which a process was started, see `_holds`."""
@@ -47,16 +49,46 @@ def devices() -> Devices:
     raise ValueError(message)
 
 
+def directory() -> str | None:
+    """Read JAXGUARD_DIR: where the lock file is, if not on /dev/null.
+
+    Raises:
+        ValueError: If the value is not an absolute path.
+    """
+    text = os.environ.get(DIR, "")
+    if not text:
+        return None
+    if not os.path.isabs(text) or "\0" in text:
+        message = (
+            f"{DIR}={text!r} is not valid. Valid is: the absolute path of a directory, owned by root, on this host."
+        )
+        raise ValueError(message)
+    return text
+
+
 def inline() -> bool:
     """Read JAXGUARD_INLINE.
 
     Raises:
         ValueError: If the value is none of those that are valid.
     """
-    text = os.environ.get(INLINE, "").strip()
+    return _switch(INLINE, "run guarded functions in this process")
+
+
+def allow_foreign() -> bool:
+    """Read JAXGUARD_ALLOW_FOREIGN.
+
+    Raises:
+        ValueError: If the value is none of those that are valid.
+    """
+    return _switch(ALLOW_FOREIGN, "use GPUs on which programs compute that hold no slot")
+
+
+def _switch(name: str, what: str) -> bool:
+    text = os.environ.get(name, "").strip()
     if text in {"", "0"}:
         return False
     if text == "1":
         return True
-    message = f"{INLINE}={text!r} is not valid. Valid are: 1 (run guarded functions in this process), 0 or empty."
+    message = f"{name}={text!r} is not valid. Valid are: 1 ({what}), 0 or empty."
     raise ValueError(message)

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import _descriptors, _devices, _keeper, _leases, _linux, _settings, _worker, errors
+from . import _descriptors, _environment, _keeper, _leases, _linux, _settings, _worker, errors
 
 _READ_AT_IMPORT = (
     *("JAX_", "JAXLIB_", "XLA_", "LIBTPU_", "TF_", "PJRT_", "CUDA_", "NVIDIA_", "NCCL_"),
@@ -31,8 +31,6 @@ _READ_AT_IMPORT = (
     *("LD_", "PYTHON", "MALLOC_", "GLIBC_"),
 )
 """Variables, by prefix, that JAX, a numerical library, Python or the loader reads when a process begins."""
-_READ_LATER = ("PJRT_NPROC",)
-"""JAX reads it when it starts: the worker sees to it."""
 _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TF_CPP_MIN_LOG_LEVEL", "TPU_ML_PLATFORM")
 """Variables that joblib, scikit-learn and JAX set for themselves when they are imported: no user's wish for an exec."""
 _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
@@ -129,7 +127,7 @@ class Started:
 
 def read_at_import(env: dict[str, str]) -> dict[str, str]:
     """The part of an environment that a process cannot change after it has begun."""
-    passed_over = {*_devices.FROM_THE_LEASE, *_READ_LATER, *_SET_BY_LIBRARIES}
+    passed_over = {*_environment.FROM_THE_LEASE, *_environment.READ_LATER, *_SET_BY_LIBRARIES}
     return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT) and name not in passed_over}
 
 
@@ -154,7 +152,7 @@ class _KeeperOfThisProcess:
         self.mark = f"{os.getpid()}-{secrets.token_hex(6)}"
         self.read_at_import = read_at_import(dict(os.environ))
         # Threads: no difference of these alone is worth an exec, as a worker is bound to its cores anyhow.
-        env = _devices.thread_variables() | dict(os.environ) | {_settings.RUN: self.mark}
+        env = _environment.thread_variables() | dict(os.environ) | {_settings.RUN: self.mark}
         with _descriptors.creating():
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             _descriptors.own(here.fileno(), there.fileno())

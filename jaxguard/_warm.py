@@ -41,6 +41,7 @@ class _House:
             worker.retire()
             return
         worker.idle_since = time.monotonic()
+        worker.lease.tell(phase="warm")
         with self._lock:
             self._idle.append(worker)
             if not self._registered:

@@ -27,6 +27,7 @@ from . import (
     _devices,
     _ending,
     _frames,
+    _gpus,
     _holds,
     _inherited,
     _jax_state,
@@ -53,8 +54,8 @@ class Setup:
     env: dict[str, str]
     path: list[str]
     cores: list[int]
-    gpus: int
-    devices: tuple[_devices.Device, ...]
+    gpus: float
+    devices: tuple[_gpus.Device, ...]
     nonce: str
     preload: list[str]
     picture: bytes
@@ -133,7 +134,7 @@ def _become(setup: Setup, pipe: _frames.BlockingPipe, stacks: int, *, forked: bo
 
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if not setup.devices[0].is_gpu:
-        jax.config.update("jax_num_cpu_devices", max(1, setup.gpus))
+        jax.config.update("jax_num_cpu_devices", max(1, int(setup.gpus)))
     _inherited.apply_changing(picture)
     _trials.open_call(pipe, "")
     _holds.opened_for_process(_holds.Hold(setup.gpus, setup.nonce, setup.devices))
@@ -256,7 +257,7 @@ class _Desk:
                 names = ", ".join(device.id for device in self._setup.devices)
                 text = (
                     f"the leased GPU {names} did not come up in JAX, which ran on the CPU. See JAX's warning above, "
-                    "and whether the CUDA plugin is installed and fits this jaxlib and driver."
+                    f"and whether the driver is new enough for the CUDA plugin.{_devices.versions_that_do_not_fit()}"
                 )
                 raise errors.NoDevices(text)
 

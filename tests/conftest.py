@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # A variable that JAX or BLAS reads at import and that no forked worker can have: it forces the exec way.
 EXEC_ENV = {"OMP_DYNAMIC": "FALSE"}
+PLACE = str(pathlib.Path(jaxguard.__file__).resolve().parents[1])
 TRACKERS = ("resource_tracker", "semaphore_tracker")
 
 
@@ -225,3 +226,47 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     while (left := left_over_processes() + open_listeners()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, "the test run left behind:\n" + "\n".join(left)
+
+
+NOBODY = 65534
+# What another user may have no right to read, it imports before it becomes that user.
+BECOME = f"""
+import datetime, importlib, json, logging, os, pkgutil, pwd, signal, sys, threading, time
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import host, jaxguard
+for module in pkgutil.iter_modules(jaxguard.__path__):
+    if module.name not in {{"__main__", "pytest_plugin", "_demo"}}:
+        importlib.import_module("jaxguard." + module.name)
+from jaxguard import *
+"x".encode("ascii"); print(end="")
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+"""
+
+
+@pytest.fixture
+def open_to_all() -> Callable[[pathlib.Path], None]:
+    """Let another user reach a folder: pytest's own are closed to all but this one."""
+
+    def open_up(folder: pathlib.Path) -> None:
+        for part in (folder, *folder.parents):
+            if part.stat().st_uid == os.getuid() and not part.stat().st_mode & 0o001:
+                part.chmod(part.stat().st_mode | 0o055)
+
+    return open_up
+
+
+@pytest.fixture
+def as_nobody() -> Callable[..., list[str]]:
+    """Run code as another user, and give its lines; needs the right to become one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+
+    def run(code: str, *args: str, **env: str) -> list[str]:
+        given = {**os.environ, "PYTHONPATH": PLACE, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", **env}
+        done = subprocess.run(
+            [sys.executable, "-c", BECOME + code, *args], env=given, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run

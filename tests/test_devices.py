@@ -10,33 +10,20 @@ import select
 import subprocess
 import sys
 import time
-import uuid
 from typing import TYPE_CHECKING, Any, Self
 
+import host
 import pytest
+from host import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxguard
-from jaxguard import _devices, slot_count
+from jaxguard import _devices, _driver, _environment, _gpus, slot_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-# What the driver writes, tabs and all.
-INFORMATION = """\
-Model: \t\t NVIDIA A100-SXM4-80GB
-IRQ:   \t\t 145
-GPU UUID: \t {uuid}
-Video BIOS: \t 92.00.45.00.03
-Bus Type: \t PCIe
-DMA Size: \t 47 bits
-DMA Mask: \t 0x7fffffffffff
-Bus Location: \t {address}
-Device Minor: \t {minor}
-GPU Firmware: \t 550.54.15
-GPU Excluded:\t No
-"""
 NOT_YET_KNOWN = "GPU-????????-????-????-????-????????????"
 PLACE = str(pathlib.Path(jaxguard.__file__).resolve().parents[1])
 
@@ -96,43 +83,45 @@ class Script:
                 pass
 
 
-class Driver:
-    """A tree like /proc/driver/nvidia/gpus, with cards that no other test has."""
+class Driver(Host):
+    """The same, for tests that ask in this process."""
 
-    def __init__(self, root: pathlib.Path, count: int) -> None:
-        self.root = root
-        self.ids: list[str] = []
-        for number in range(count):
-            self.add(f"0000:{0x1A + 0x10 * number:02x}:00.0", f"GPU-{uuid.uuid4()}")
-
-    def add(self, address: str, name: str) -> None:
-        (self.root / address).mkdir(parents=True)
-        text = INFORMATION.format(uuid=name, address=address, minor=len(self.ids))
-        (self.root / address / "information").write_text(text)
-        self.ids.append(name)
-
-    def see(self, mask: str | None, setting: str | None = None) -> list[str]:
+    def see(self, mask: str | None, setting: str | None = None, order: str | None = None) -> list[str]:
         """Name the devices that a process with these variables may use."""
+        given = {"CUDA_VISIBLE_DEVICES": mask, "JAXGUARD_DEVICES": setting, "CUDA_DEVICE_ORDER": order}
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in (("CUDA_VISIBLE_DEVICES", mask), ("JAXGUARD_DEVICES", setting)):
+            for name, value in given.items():
                 patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
             return [device.id for device in _devices.request(1).candidates]
 
 
+@pytest.fixture(name="empty_host")
+def no_cards(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Give a host without a card, and a CUDA plugin; cards can be added."""
+    made = Driver(tmp_path / "host")
+    for name in ("GPUS", "NODES", "BUS"):
+        monkeypatch.setattr(_driver, name, getattr(_driver, name))
+    monkeypatch.setattr(_devices, "_cuda_plugin", _devices._cuda_plugin)
+    for name in ("JAXGUARD_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    made.enter()
+    yield made
+    host.leave()
+
+
 @pytest.fixture(name="driver")
-def four_cards(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def four_cards(tmp_path: pathlib.Path, empty_host: Driver) -> Driver:
     """Give a host with four GPUs."""
-    made = Driver(tmp_path / "gpus", 4)
-    monkeypatch.setattr(_devices, "DRIVER", made.root)
-    monkeypatch.delenv("JAXGUARD_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = Driver(tmp_path / "four", 4)
+    made.enter()
     return made
 
 
 @pytest.fixture
 def no_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a host without a driver."""
-    monkeypatch.setattr(_devices, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(_driver, "GPUS", tmp_path / "none")
+    monkeypatch.setattr(_devices, "_cuda_plugin", lambda: None)
     monkeypatch.delenv("JAXGUARD_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -154,14 +143,14 @@ def test_one_slot_per_gpu_by_uuid(driver: Driver) -> None:
 
 def test_a_card_whose_uuid_is_not_known_yet_is_known_by_its_address(driver: Driver) -> None:
     """Before a card is first used the driver may write question marks: then it is its PCI address."""
-    driver.add("0000:ff:00.0", NOT_YET_KNOWN)
+    driver.add("ffff:ff:00.0", NOT_YET_KNOWN)
 
-    assert _devices.request(1).candidates[4].id == "0000:ff:00.0"
+    assert _devices.request(1).candidates[4].id == "ffff:ff:00.0"
 
 
 def test_a_tree_in_motion(driver: Driver) -> None:
     """A card that falls off the bus while the tree is read is left out."""
-    (driver.root / "0000:99:00.0").mkdir()
+    (driver.root / "gpus" / "0000:99:00.0").mkdir()
 
     assert slot_count() == 4
 
@@ -188,13 +177,11 @@ def test_an_invalid_entry_ends_the_mask(driver: Driver, end: str) -> None:
     assert driver.see(f"2,0,{end},1") == [c, a]
 
 
-def test_a_prefix_of_two_cards_ends_the_mask(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_of_two_cards_ends_the_mask(empty_host: Driver) -> None:
     """A prefix counts only where it names one card."""
-    made = Driver(tmp_path / "gpus", 0)
+    made = empty_host
     made.add("0000:1a:00.0", "GPU-aaaa1111-0000-0000-0000-000000000000")
     made.add("0000:2a:00.0", "GPU-aaaa2222-0000-0000-0000-000000000000")
-    monkeypatch.setattr(_devices, "DRIVER", made.root)
-
     assert made.see("1,GPU-aaaa,0") == [made.ids[1]]
     assert made.see("GPU-aaaa1") == [made.ids[0]]
 
@@ -223,22 +210,22 @@ POOL = [f"GPU-{number}{number:07d}-0000-4000-8000-000000000000" for number in ra
 @given(picked=st.permutations(range(5)), count=st.integers(1, 5), data=st.data())
 def test_every_way_to_name_the_same_cards(picked: list[int], count: int, data: st.DataObject) -> None:
     """A mask of valid names gives exactly these cards in this order, and nothing behind its first invalid entry."""
-    found = [_devices.Device(name, i, "gpu", None, name, name) for i, name in enumerate(POOL)]
+    found = [_gpus.Device(name, i, "gpu", None, name, name, i, name) for i, name in enumerate(POOL)]
     chosen = picked[:count]
     words = [data.draw(st.sampled_from([str(i), f"{i:03d}", POOL[i], POOL[i][:5], f" {i} "])) for i in chosen]
 
-    assert [gpu.id for gpu in _devices._masked(found, ",".join(words))] == [POOL[i] for i in chosen]
+    assert [gpu.id for gpu in _gpus.masked(found, ",".join(words))] == [POOL[i] for i in chosen]
 
     place = data.draw(st.integers(0, count))
     words.insert(place, data.draw(st.sampled_from(["-1", "", "5", "no", "GPU", words[0] if place else "-1"])))
-    assert [gpu.id for gpu in _devices._masked(found, ",".join(words))] == [POOL[i] for i in chosen[:place]]
+    assert [gpu.id for gpu in _gpus.masked(found, ",".join(words))] == [POOL[i] for i in chosen[:place]]
 
 
 @given(mask=st.text(max_size=40))
 def test_any_mask_gives_different_cards(mask: str) -> None:
     """Whatever stands in the mask, no card comes twice and none from elsewhere."""
-    found = [_devices.Device(name, i, "gpu", None, name, name) for i, name in enumerate(POOL)]
-    ids = [gpu.id for gpu in _devices._masked(found, mask)]
+    found = [_gpus.Device(name, i, "gpu", None, name, name, i, name) for i, name in enumerate(POOL)]
+    ids = [gpu.id for gpu in _gpus.masked(found, mask)]
 
     assert len(set(ids)) == len(ids)
     assert set(ids) <= set(POOL)
@@ -268,7 +255,9 @@ def test_a_list_stays_within_what_the_job_was_given(driver: Driver) -> None:
 
 def test_a_device_of_the_list_that_is_not_there(driver: Driver) -> None:
     """Unlike a mask, a list is not cut short in silence: the error names the entry and what there is."""
-    with pytest.raises(jaxguard.NoDevices, match=r"JAXGUARD_DEVICES names '7', which is not there.*4 GPUs") as caught:
+    with pytest.raises(
+        jaxguard.NoDevices, match=r"JAXGUARD_DEVICES= names '7', which is not there.*may use 4 "
+    ) as caught:
         driver.see(None, "0,7,1")
     assert driver.ids[0] in str(caught.value)
 
@@ -293,12 +282,12 @@ def test_a_plugin_without_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(jaxguard.NoDevices, match="jax_cuda12_plugin is installed, but the NVIDIA driver lists no GPU"):
         slot_count()
     assert slot_count(gpus=0) >= 1, "the CPU is there"
-    assert _devices.thread_variables(), "and so are its threads"
+    assert _environment.thread_variables(), "and so are its threads"
 
 
 def test_the_plugins_of_jax_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin is found by its module, without importing it."""
-    look = getattr(_devices._cuda_plugin, "__wrapped__", _devices._cuda_plugin)
+    look = _devices._cuda_plugin.__wrapped__
     assert look() == next((name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if installed(name)), None)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "jax_cuda12_plugin" else None)
@@ -333,16 +322,14 @@ def test_more_gpus_than_cpu_slots(slots: Callable[[int], None]) -> None:
 
     assert (asked.gpus, asked.take) == (8, 2)
     assert slot_count(gpus=8) == 1
-    assert _devices.variables(asked.candidates, 8)["JAX_NUM_CPU_DEVICES"] == "8"
+    assert _environment.variables(asked.candidates, 8)["JAX_NUM_CPU_DEVICES"] == "8"
 
 
-@pytest.mark.parametrize("gpus", [True, 1.0, "1", None, 0.5])
-def test_gpus_is_a_whole_number(gpus: Any) -> None:
-    """Shares and text are refused by type."""
-    with pytest.raises(TypeError, match="gpus must be a whole number"):
+@pytest.mark.parametrize("gpus", [True, "1", None, [1], 1j])
+def test_gpus_is_a_number(gpus: Any) -> None:
+    """Text and truth values are refused by type."""
+    with pytest.raises(TypeError, match=r"gpus must be a whole number .* or a share of one GPU"):
         slot_count(gpus=gpus)
-    with pytest.raises(ValueError, match=r"0 .* or more, not -1"):
-        slot_count(gpus=-1)
 
 
 # ---------------------------------------------------------------------------------------- what a process needs
@@ -352,7 +339,7 @@ def test_variables_for_gpus(driver: Driver) -> None:
     """A worker sees its cards by UUID, in the order of the PCI bus, and JAX starts on CUDA."""
     two = _devices.request(2).candidates[1:3]
 
-    assert _devices.variables(two, 2) == {
+    assert _environment.variables(two, 2) == {
         "CUDA_VISIBLE_DEVICES": f"{driver.ids[1]},{driver.ids[2]}",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "JAX_PLATFORMS": "cuda,cpu",
@@ -361,10 +348,10 @@ def test_variables_for_gpus(driver: Driver) -> None:
 
 def test_a_card_without_uuid_is_named_as_cuda_reads_it(driver: Driver) -> None:
     """CUDA takes indices and UUIDs, and reads a PCI address as the number in front of its colon: another card."""
-    driver.add("0000:ff:00.0", NOT_YET_KNOWN)
+    driver.add("ffff:ff:00.0", NOT_YET_KNOWN)
     last = _devices.request(1).candidates[4:]
 
-    assert _devices.variables(last, 1)["CUDA_VISIBLE_DEVICES"] == "4"
+    assert _environment.variables(last, 1)["CUDA_VISIBLE_DEVICES"] == "4"
 
 
 def test_variables_for_cpu_slots() -> None:
@@ -372,7 +359,7 @@ def test_variables_for_cpu_slots() -> None:
     slots = _devices.request(1).candidates
 
     for gpus, count in ((0, "1"), (1, "1"), (2, "2")):
-        assert _devices.variables(slots[:1], gpus) == {
+        assert _environment.variables(slots[:1], gpus) == {
             "CUDA_VISIBLE_DEVICES": "",
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": count,
@@ -384,10 +371,10 @@ def test_threads_are_one_slots_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, slots: Callable[[int], None], cores: int, slots_: int, share: str
 ) -> None:
     """BLAS and its kin get the same number of threads in every worker: cores over slots, at least one."""
-    monkeypatch.setattr(_devices, "cores", lambda: list(range(cores)))
+    monkeypatch.setattr(_environment, "cores", lambda: list(range(cores)))
     slots(slots_)
 
-    assert _devices.thread_variables() == dict.fromkeys(_devices.THREADS, share)
+    assert _environment.thread_variables() == dict.fromkeys(_environment.THREADS, share)
 
 
 @given(cores=st.sets(st.integers(0, 255), min_size=1, max_size=64), slots_=st.integers(1, 70), gpus=st.integers(0, 3))
@@ -395,24 +382,22 @@ def test_the_slots_share_the_cores(cores: set[int], slots_: int, gpus: int) -> N
     """All slots together use each core once where there are enough, and none is without."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXGUARD_DEVICES", f"cpu:{slots_}@cores")
-        patch.setattr(_devices, "cores", lambda: sorted(cores))
+        patch.setattr(_environment, "cores", lambda: sorted(cores))
         devices = _devices.request(gpus).candidates
-        shares = [_devices.cores_of((device,), gpus) for device in devices]
+        shares = [_environment.cores_of((device,), gpus) for device in devices]
 
         used = [core for share in shares for core in share]
         assert all(shares)
         assert set(used) == cores
         assert slots_ >= len(cores) or len(used) == len(cores), "a partition"
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        assert _devices.cores_of(devices, gpus) == sorted(cores), "whoever holds all slots has all cores"
+        assert _environment.cores_of(devices, gpus) == sorted(cores), "whoever holds all slots has all cores"
 
 
 # ---------------------------------------------------------------------------------------- several programs at once
 
 HOLD_ONE_GPU = """
-import pathlib, sys
-from jaxguard import _devices, gpu_slot
-_devices.DRIVER = pathlib.Path(sys.argv[1])
+from jaxguard import gpu_slot
 print("ready"); input()
 with gpu_slot(slot_timeout=0) as slot:
     print(slot.devices[0].id, slot.env["CUDA_VISIBLE_DEVICES"]); input()
@@ -424,9 +409,9 @@ def test_programs_with_masks_take_their_own_cards(driver: Driver) -> None:
     _, b, c, d = driver.ids
     env = {"JAXGUARD_DEVICES": "auto"}
     with (
-        Script(HOLD_ONE_GPU, str(driver.root), CUDA_VISIBLE_DEVICES="2,3", **env) as first,
-        Script(HOLD_ONE_GPU, str(driver.root), CUDA_VISIBLE_DEVICES=f"2,{b}", **env) as second,
-        Script(HOLD_ONE_GPU, str(driver.root), CUDA_VISIBLE_DEVICES="3", **env) as third,
+        Script(driver.prelude + HOLD_ONE_GPU, CUDA_VISIBLE_DEVICES="2,3", **env) as first,
+        Script(driver.prelude + HOLD_ONE_GPU, CUDA_VISIBLE_DEVICES=f"2,{b}", **env) as second,
+        Script(driver.prelude + HOLD_ONE_GPU, CUDA_VISIBLE_DEVICES="3", **env) as third,
     ):
         held = []
         for script in (first, second, third):
@@ -439,7 +424,7 @@ def test_programs_with_masks_take_their_own_cards(driver: Driver) -> None:
 
 def test_programs_that_start_at_once_take_different_cards(driver: Driver) -> None:
     """Four scripts that look in the same moment hold four cards: they lock first, then use."""
-    scripts = [Script(HOLD_ONE_GPU, str(driver.root), JAXGUARD_DEVICES="auto") for _ in range(4)]
+    scripts = [Script(driver.prelude + HOLD_ONE_GPU, JAXGUARD_DEVICES="auto") for _ in range(4)]
     try:
         assert [script.hear() for script in scripts] == ["ready"] * 4
         for script in scripts:

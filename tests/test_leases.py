@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import pytest
 from test_devices import Script
 
-from jaxguard import _beacons, _descriptors, _leases, _linux
+from jaxguard import _beacons, _descriptors, _leases, _linux, _locks, _shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxguard._devices import Device
+    from jaxguard._gpus import Device
 
 # Seen by other processes as they would see cards: the name of the lock is the device's own, not its user's.
 CARDS = """
 import os, sys
 from jaxguard import _leases
-from jaxguard._devices import Device
+from jaxguard._gpus import Device
 def cards(*names):
     return tuple(Device(name, i, "gpu", None, name, name) for i, name in enumerate(names))
 def take(*names, number=1):
@@ -128,20 +128,20 @@ def test_all_or_nothing(card: str) -> None:
 
 def test_neighbouring_ranges_do_not_touch(card: str) -> None:
     """A device's range, the mark of its line and the next device's range are disjoint."""
-    start = _leases.start_of(card)
-    locks = _leases.open_locks()
+    start = _locks.start_of(card)
+    locks = _locks.open_locks()
     lease = take(card)
     try:
         assert lease is not None
-        assert not _leases.somebody_waits(locks, [card]), "a holder is no waiter"
+        assert not _locks.somebody_waits(locks, [card]), "a holder is no waiter"
         assert _linux.range_is_locked(locks, start, 1)
-        assert _linux.range_is_locked(locks, start + _leases.UNITS - 1, 1)
-        assert not _linux.range_is_locked(locks, start + _leases.UNITS, 1)
+        assert _linux.range_is_locked(locks, start + _shares.UNITS - 1, 1)
+        assert not _linux.range_is_locked(locks, start + _shares.UNITS, 1)
         assert not _linux.range_is_locked(locks, start - 1, 1)
-        assert all(_leases.UNITS % parts == 0 for parts in range(1, 9)), "halves to eighths are whole"
-        _leases.mark_waiting(locks, [card])
-        other = _leases.open_locks()
-        assert _leases.somebody_waits(other, [card])
+        assert all(_shares.UNITS % parts == 0 for parts in range(1, 9)), "halves to eighths are whole"
+        _locks.mark_waiting(locks, [card])
+        other = _locks.open_locks()
+        assert _locks.somebody_waits(other, [card])
         assert not is_free(card)
         _descriptors.close(other)
     finally:
@@ -347,7 +347,7 @@ def test_a_beacon_says_who_holds(card: str) -> None:
         assert holder.hear() == "held"
         (beacon,) = holder_of(card)
 
-        assert beacon.name.startswith(f"jaxguard/{_beacons.PROTOCOL}/h/{_beacons.place(card):012x}/0/{holder.pid}/")
+        assert beacon.name.startswith(f"jaxguard/{_beacons.PROTOCOL}/h/{_beacons.place(card):012x}/840/{holder.pid}/")
         assert before <= beacon.since <= time.time()
         assert beacon.pid == holder.pid
         assert beacon.proved() == (holder.pid, os.getuid())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pwd
 import re
 import signal
 import socket
@@ -20,7 +21,7 @@ from test_devices import Script
 from test_leases import CARDS, HOLD, cards, holder_of, is_free, take
 
 import jaxguard
-from jaxguard import _beacons, _devices, _leases, _line, _linux
+from jaxguard import _beacons, _devices, _leases, _line, _linux, _locks, _shares
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,7 +35,8 @@ from jaxguard import _devices, _line
 devices = cards(*sys.argv[2:])
 request = _devices.Request(1, int(sys.argv[1]), devices)
 wake = os.eventfd(0, os.EFD_NONBLOCK)
-lease = _line.wait("objective", request, math.inf, lambda: _leases.try_take(devices, request.take), wake, lambda: None)
+def attempt(free): return _leases.try_take(free, request.take)
+lease = _line.wait("objective", request, math.inf, attempt, wake, lambda: None)
 with open(os.environ["ORDER"], "a") as order:
     order.write(f"{os.getpid()}\\n")
 lease.close()
@@ -57,7 +59,7 @@ def wait_for(
     own = wake if wake >= 0 else os.eventfd(0, os.EFD_NONBLOCK)
     try:
         return _line.wait(
-            "objective", request, timeout, lambda: _leases.try_take(request.candidates, request.take), own, interrupted
+            "objective", request, timeout, lambda free: _leases.try_take(free, request.take), own, interrupted
         )
     finally:
         if wake < 0:
@@ -141,7 +143,7 @@ def test_nobody_overtakes(card: str, tmp_path: pathlib.Path, wait_until: Callabl
 def test_only_overlapping_requests_wait_for_each_other(
     card: str, tmp_path: pathlib.Path, wait_until: Callable[..., None]
 ) -> None:
-    """Who wants other cards than those in the line is served at once."""
+    """Who wants other cards than those in the line, or has one that nobody ahead wants, is served at once."""
     one, two, three = (f"{card}-{i}" for i in range(3))
     held = take(one)
     with Script(WAIT, "1", one, ORDER=str(tmp_path / "order")) as first:
@@ -149,9 +151,12 @@ def test_only_overlapping_requests_wait_for_each_other(
 
         wait_for(two, timeout=0).close()
         wait_for(two, three, number=2, timeout=0).close()
-        with pytest.raises(jaxguard.SlotTimeout):
-            wait_for(one, two, timeout=0)
-        held.close()  # type: ignore[union-attr]
+        lease = wait_for(one, two, timeout=0)
+        assert [device.id for device in lease.devices] == [two], "the one ahead cannot use it"
+        held.close()
+        with pytest.raises(jaxguard.SlotTimeout, match="1 in the line before this call"):
+            wait_for(one, two, number=2, timeout=0)
+        lease.close()  # type: ignore[union-attr]
         assert first.hear() == "got"
 
 
@@ -212,8 +217,8 @@ def test_the_time_is_kept(card: str) -> None:
 
     assert 0.3 <= caught.value.waited_s < 5  # type: ignore[attr-defined]
     assert waiters(card) == []
-    locks = _leases.open_locks()
-    assert not _leases.somebody_waits(locks, [card])
+    locks = _locks.open_locks()
+    assert not _locks.somebody_waits(locks, [card])
     os.close(locks)
     held.close()  # type: ignore[union-attr]
 
@@ -228,7 +233,7 @@ def test_the_message_names_who_holds(card: str, slots: Callable[[int], None]) ->
         assert caught.value.holders == (holder.pid,)
     assert re.fullmatch(
         rf"no GPU slot free after 0\.\d s: GPU 0 \({names[0]}\), GPU 1 \({names[1]}\) held, the oldest by pid "
-        rf"{holder.pid} \(uid {os.getuid()}, `.+`, since \d\d:\d\d:\d\d\)\. "
+        rf"{holder.pid} \({pwd.getpwuid(os.getuid()).pw_name}, `.+`, since \d\d:\d\d:\d\d\)\. "
         r"Raise slot_timeout=, lower n_jobs, or end what holds it\.",
         str(caught.value),
         re.DOTALL,
@@ -237,13 +242,13 @@ def test_the_message_names_who_holds(card: str, slots: Callable[[int], None]) ->
     slots(1)
     request = _devices.request(1)
     with jaxguard.gpu_slot(), pytest.raises(jaxguard.SlotTimeout, match=r"no CPU slot free after .* s: cpu:0 held"):
-        _line.wait("objective", request, 0, lambda: _leases.try_take(request.candidates, 1), -1, lambda: None)
+        _line.wait("objective", request, 0, lambda free: _leases.try_take(free, 1), -1, lambda: None)
 
 
 def test_the_holders_named_are_proved(card: str) -> None:
     """`SlotTimeout.holders` are the pids that the kernel proves, whatever a beacon's name says."""
-    locks = _leases.open_locks()
-    assert _linux.lock_range(locks, _leases.start_of(card), _leases.UNITS)
+    locks = _locks.open_locks()
+    assert _linux.lock_range(locks, _locks.start_of(card), _shares.UNITS)
     with socket.socket(socket.AF_UNIX) as false:
         false.bind(f"\0jaxguard/1/h/{_beacons.place(card):012x}/0/1/1700000000/abcdefabcdef")
         false.listen()
@@ -379,8 +384,8 @@ def test_the_end_of_the_one_before_wakes(
 
 def test_a_holder_without_a_beacon_in_sight(card: str) -> None:
     """Where the holder's beacon cannot be seen (another network namespace) the lock is looked at now and then."""
-    locks, got = _leases.open_locks(), []
-    assert _linux.lock_range(locks, _leases.start_of(card), _leases.UNITS)
+    locks, got = _locks.open_locks(), []
+    assert _linux.lock_range(locks, _locks.start_of(card), _shares.UNITS)
     assert holder_of(card) == []
     with pytest.raises(jaxguard.SlotTimeout, match="held by processes that cannot be seen from here") as caught:
         wait_for(card, timeout=0.05)

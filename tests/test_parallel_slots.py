@@ -127,7 +127,7 @@ def test_the_arithmetic_would_show_an_overlap(tmp_path: pathlib.Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
     Parallel(n_jobs=4, backend="threading")(delayed(increments)(counter, 50, unsafe_increment) for _ in range(4))
-    assert int(counter.read_text()) < 200
+    assert counter.read_text() != "200"  # less, or figures of two writers in one number
 
 
 def test_threads_and_processes_exclude_each_other(slots: Any, tmp_path: pathlib.Path) -> None:

@@ -54,7 +54,8 @@ bare("1")  # type: ignore[arg-type]
 bare(1, nome="a")  # type: ignore[call-arg]
 isolated_jax_worker(gpus="2")  # type: ignore[call-overload]
 isolated_jax_worker(os.getpid, 2)  # type: ignore[call-overload]
-isolated_jax_worker(devices=[0])  # type: ignore[call-overload]
+isolated_jax_worker(devices=0)  # type: ignore[call-overload]
+isolated_jax_worker(cpus="2")  # type: ignore[call-overload]
 
 with isolated_jax_worker(reuse=True) as worker:
     assert_type(worker(os.getpid), int)

@@ -1,0 +1,56 @@
+"""Records: what a holder or waiter says of itself to its own user, beside what `ps` shows to all.
+
+A record is a memory file of the process, found by its name among that process's descriptors: the kernel lets the same
+user read it there, and root. It goes with the process; nothing lies in a directory. Source: proc(5), /proc/pid/fd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from . import _descriptors
+
+_SIZE = 8192
+_TEXT = 200
+"""How much is told of a name, which its user may have made very long."""
+
+
+class Record:
+    """The record of one hold or one wait; whoever makes it closes it."""
+
+    def __init__(self, word: str, facts: dict[str, Any]) -> None:
+        with _descriptors.creating():
+            self._file = os.memfd_create(_name(word), os.MFD_CLOEXEC)
+            _descriptors.own(self._file)
+        self._facts: dict[str, Any] = {}
+        self.tell(**facts)
+
+    def tell(self, **facts: Any) -> None:
+        """Add to what the record says, or change it."""
+        self._facts.update({name: v[:_TEXT] if isinstance(v, str) else v for name, v in facts.items()})
+        os.pwrite(self._file, json.dumps(self._facts).encode()[: _SIZE - 1].ljust(_SIZE), 0)  # one write: never torn
+
+    def close(self) -> None:
+        """Withdraw the record."""
+        _descriptors.close(self._file)
+
+
+def read(pid: int, word: str) -> dict[str, Any]:
+    """What a process says of a hold; nothing if it is another user's, or gone."""
+    folder, target = f"/proc/{pid}/fd", f"/memfd:{_name(word)} (deleted)"
+    try:
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            if os.readlink(path) == target:
+                with open(path, "rb") as file:
+                    facts = json.loads(file.read(_SIZE))
+                return facts if isinstance(facts, dict) else {}
+    except (OSError, ValueError):
+        pass
+    return {}
+
+
+def _name(word: str) -> str:
+    return f"jaxguard-{word}"
