@@ -30,11 +30,16 @@ class Record:
     def tell(self, **facts: Any) -> None:
         """Add to what the record says, or change it."""
         self._facts.update({name: v[:_TEXT] if isinstance(v, str) else v for name, v in facts.items()})
-        os.pwrite(self._file, json.dumps(self._facts).encode()[: _SIZE - 1].ljust(_SIZE), 0)  # one write: never torn
+        data = json.dumps(self._facts).encode().ljust(_SIZE)
+        with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
+            if self._file >= 0:
+                os.pwrite(self._file, data, 0)
 
     def close(self) -> None:
         """Withdraw the record."""
-        _descriptors.close(self._file)
+        with _descriptors.creating():
+            file, self._file = self._file, -1
+            _descriptors.close(file)
 
 
 def read(pid: int, word: str) -> dict[str, Any]:

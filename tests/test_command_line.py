@@ -24,6 +24,7 @@ def test_the_installed_command_is_this_one() -> None:
     [
         (["--help"], "demo"),
         (["demo", "--help"], "--storage URL"),
+        (["slots", "--help"], "--json"),
         (["--version"], f"jaxguard {metadata.version('jaxguard')}\n"),
     ],
 )
