@@ -30,7 +30,10 @@ _PASSED_OVER_S = 2.0
 _WARN_AFTER_S, _WARN_EVERY_S = 10.0, 300.0
 _HOPELESS_AFTER_S = 30.0
 """For how long nothing but idle holders and foreign programs may be in the way, before the wait is an error."""
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S, _LOOK_SELDOM_S = 1.0, 8.0
+"""How long to sleep at most: near the head of the line, and far behind, where others notice who is stopped there."""
+_NEAR = 2
+"""As many are watched ahead, so that one who is stopped and does not leave hides nobody from those behind."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.5
 """Between looks when there is no beacon to watch: a holder about to light its own, or in another network namespace."""
 
@@ -40,7 +43,7 @@ class View:
     """What a waiter sees of the line at one moment."""
 
     ahead: list[_beacons.Sighting]
-    """Who came before and wants some of the same devices, in order and without those who are passed over."""
+    """Who came before and wants some of the same devices, in order."""
     holders: list[_beacons.Sighting]
     """Who holds what could be used."""
     idle: list[_beacons.Sighting]
@@ -145,6 +148,7 @@ class _Place:
         self._watched: dict[str, socket.socket] = {}
         self._stopped_since: dict[str, float] = {}
         self._look_again_s = _FIRST_LOOK_S
+        self._nap_s = _LOOK_AGAIN_S
 
     def __enter__(self) -> Self:
         try:
@@ -170,14 +174,20 @@ class _Place:
         for beacon in _beacons.seen():
             if beacon.kind == _beacons.WAITER:
                 before = (beacon.number, beacon.nonce) < (self._ticket, self._nonce)
-                if before and beacon.place in self._lines and not self._passed_over(beacon):
+                if before and beacon.place in self._lines:
                     ahead.append(beacon)
             elif beacon.place in self._devices:
                 (holders if beacon.kind == _beacons.HOLDER else idle).append(beacon)
-        last = {beacon.place: beacon for beacon in ahead}
+        last: dict[int, _beacons.Sighting] = {}
+        for beacon in ahead:
+            # The first of a line who is not passed over keeps all behind from it: only up to him one has to look.
+            if beacon.place in last or not self._passed_over(beacon):
+                last[beacon.place] = beacon
         free = tuple(device for device in self._candidates if self._line_of(device) not in last)
         open_to_us = {_beacons.place(device.lock) for device in free}
-        nearest = {beacon.nonce: beacon for beacon in last.values()}  # one beacon of each is enough
+        waiters = {beacon.nonce: beacon for beacon in ahead if beacon.place in last}  # one beacon of each is enough
+        self._nap_s = _LOOK_AGAIN_S if len(waiters) <= _NEAR else _LOOK_SELDOM_S
+        nearest = {beacon.nonce: beacon for beacon in last.values()} | dict(list(waiters.items())[-_NEAR:])
         watch = [*nearest.values(), *(beacon for beacon in holders if beacon.place in open_to_us)]
         return View(ahead, holders, idle, free, watch)
 
@@ -201,7 +211,7 @@ class _Place:
             if name not in self._watched and (line := beacon.connect()) is not None:
                 self._watched[name] = line
         if self._watched:
-            self._look_again_s, nap = _FIRST_LOOK_S, _LOOK_AGAIN_S
+            self._look_again_s, nap = _FIRST_LOOK_S, self._nap_s
         else:
             nap = self._look_again_s
             self._look_again_s = min(2 * nap, _LAST_LOOK_S)

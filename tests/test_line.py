@@ -172,6 +172,30 @@ def test_a_killed_waiter_leaves_the_line(card: str, tmp_path: pathlib.Path, wait
         assert behind.hear(5) == "got"
 
 
+def test_a_waiter_that_is_stopped_in_the_middle(
+    card: str, tmp_path: pathlib.Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits behind one that is stopped notices when the one before that is served: no look is far between."""
+    monkeypatch.setattr(_line, "_LOOK_SELDOM_S", 600)
+    held, got = take(card), []
+    order = str(tmp_path / "order")
+    with Script(WAIT, "1", card, ORDER=order) as first, Script(WAIT, "1", card, ORDER=order) as second:
+        wait_until(lambda: len(waiters(card)) == 2, "two are in the line")
+        ahead, behind = (first, second) if waiters(card)[0] == first.pid else (second, first)
+        with Script(WAIT, "1", card, ORDER=order) as third:
+            wait_until(lambda: len(waiters(card)) == 3, "three are in the line")
+            third.process.send_signal(signal.SIGSTOP)
+            last = thread(lambda: got.append(wait_for(card)))
+            wait_until(lambda: len(waiters(card)) == 4, "four are in the line")
+            held.close()  # type: ignore[union-attr]
+            assert (ahead.hear(), behind.hear()) == ("got", "got")
+            last.join(30)
+            assert got, "the one that is stopped was passed over"
+            got[0].close()
+            third.process.send_signal(signal.SIGCONT)
+            assert third.hear() == "got"
+
+
 def test_a_stopped_waiter_is_passed_over(card: str, tmp_path: pathlib.Path, wait_until: Callable[..., None]) -> None:
     """A waiter in Ctrl-Z holds the others up for about 2 s, not for ever, and is served when it goes on."""
     held = take(card)
@@ -347,6 +371,7 @@ def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_end_of_a_holder_wakes(card: str, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]) -> None:
     """Waiting is no polling: the holder's end wakes who waits, though the next look is minutes away."""
     monkeypatch.setattr(_line, "_LOOK_AGAIN_S", 600)
+    monkeypatch.setattr(_line, "_LOOK_SELDOM_S", 600)
     looks, got = count_looks(monkeypatch), []
     with Script(HOLD, card) as holder:
         assert holder.hear() == "held"
@@ -367,6 +392,7 @@ def test_the_end_of_the_one_before_wakes(
 ) -> None:
     """Only the one before is watched: its end wakes, and nobody else's."""
     monkeypatch.setattr(_line, "_LOOK_AGAIN_S", 600)
+    monkeypatch.setattr(_line, "_LOOK_SELDOM_S", 600)
     looks, got = count_looks(monkeypatch), []
     held = take(card)
     with Script(WAIT, "1", card, ORDER=str(tmp_path / "order")) as first:
