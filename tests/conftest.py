@@ -58,6 +58,13 @@ class Finished:
         return self
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the tests on a GPU one at a time: what one puts on the card is foreign to another."""
+    if config.getoption("markexpr") == "gpu" and hasattr(config.option, "numprocesses"):
+        config.option.numprocesses = 0
+
+
 def pytest_configure() -> None:
     """Let Ctrl-C be heard by what the tests start: a shell ignores it in the name of its background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
