@@ -231,6 +231,28 @@ def test_any_mask_gives_different_cards(mask: str) -> None:
     assert set(ids) <= set(POOL)
 
 
+def test_numbers_of_different_cards(empty_host: Driver) -> None:
+    """CUDA counts different cards by speed, unless it is told not to: a number that is not clear is refused."""
+    for number, kind in enumerate(["NVIDIA T400", "NVIDIA A100", "NVIDIA A100"]):
+        empty_host.add(f"00b0:{number:02x}:00.0", f"GPU-{number}{number}", kind=kind)
+    empty_host.enter()
+
+    for order in (None, "FASTEST_FIRST"):
+        with pytest.raises(
+            ValueError, match=r"'0' is not clear: .* \(NVIDIA T400, NVIDIA A100\).*CUDA_DEVICE_ORDER=PCI"
+        ):
+            empty_host.see("0", order=order)
+        assert empty_host.see("GPU-11", order=order) == ["GPU-11"], "a UUID is clear"
+        assert len(empty_host.see("2,1,0", order=order)) == 3, "so are all of them"
+        assert empty_host.see(None, order=order) == ["GPU-00", "GPU-11", "GPU-22"]
+    assert empty_host.see("0", order="PCI_BUS_ID") == ["GPU-00"]
+
+
+def test_numbers_of_equal_cards(driver: Driver) -> None:
+    """Equal cards are counted along the bus, with and without CUDA_DEVICE_ORDER."""
+    assert driver.see("2") == driver.see("2", order="PCI_BUS_ID") == [driver.ids[2]]
+
+
 # ---------------------------------------------------------------------------------------- JAXGUARD_DEVICES
 
 
@@ -298,6 +320,52 @@ def test_the_plugins_of_jax_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def installed(name: str) -> bool:
     """Say whether a module could be imported."""
     return importlib.util.find_spec(name) is not None
+
+
+def test_a_driver_without_a_plugin(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs on which this JAX cannot run are an error that says what to install; the CPU is there on purpose only."""
+    monkeypatch.setattr(_devices, "_cuda_plugin", lambda: None)
+    monkeypatch.setattr(_devices, "_other_plugin", lambda: False)
+    with pytest.raises(jaxguard.NoDevices, match=r"has 4 GPUs .* no GPU plugin.*pip install 'jaxguard\[cuda\]'"):
+        slot_count()
+    assert slot_count(gpus=0) >= 1
+    monkeypatch.setenv("JAXGUARD_DEVICES", "cpu:2")
+    assert slot_count() == 2
+    monkeypatch.delenv("JAXGUARD_DEVICES")
+    monkeypatch.setattr(_devices, "_other_plugin", lambda: True)
+    assert slot_count() == 4, "one's own build of a plugin may be there"
+
+
+def test_a_plugin_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX passes over a plugin that is not of jaxlib's version: a GPU that did not come up tells."""
+    versions = {"jaxlib": "0.10.2", "jax_cuda13_plugin": "0.10.1"}
+    monkeypatch.setattr(_devices, "_cuda_plugin", lambda: "jax_cuda13_plugin")
+    monkeypatch.setattr(_devices.importlib.metadata, "version", versions.__getitem__)
+    assert "jax_cuda13_plugin is of version 0.10.1 and jaxlib of 0.10.2" in _devices.versions_that_do_not_fit()
+    versions["jax_cuda13_plugin"] = "0.10.2"
+    assert _devices.versions_that_do_not_fit() == ""
+
+
+def test_a_ray_task_without_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hides the GPUs from a task that asked for none: the error says how to ask."""
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    with pytest.raises(jaxguard.NoDevices, match=r"@ray.remote\(num_gpus=1\)"):
+        driver.see("")
+    monkeypatch.delenv("RAY_JOB_ID")
+    with pytest.raises(jaxguard.NoDevices, match="unset the variable"):
+        driver.see("")
+
+
+def test_the_users_xla_flags_stay(fresh_guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put in their place, on either way to start."""
+    flags = "--xla_cpu_enable_fast_math=false"
+
+    @fresh_guard
+    def told() -> str:
+        return os.environ["XLA_FLAGS"]
+
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert told() == flags
 
 
 def test_no_plugin_and_no_driver_is_a_cpu_host(no_gpu: None) -> None:
