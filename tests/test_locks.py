@@ -288,7 +288,7 @@ def test_the_null_device_is_tried() -> None:
     assert _locks._null_works()
 
 
-def test_odd_pieces(card: str) -> None:
+def test_odd_pieces(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a card are found between those of others, and given back all or none."""
     one, two, three = (_locks.open_locks() for _ in range(3))
     start = _locks.start_of(card)
@@ -303,6 +303,9 @@ def test_odd_pieces(card: str) -> None:
     assert _locks.lock_units(three, card, 1) == []
     _locks.unlock_units(two, card, pieces)
     assert _locks.units_held(three, card) == 100
-    assert _locks.lock_units(three, card, _leases.UNITS) == [], "a whole card is not taken in pieces"
+    tries: list[object] = []
+    monkeypatch.setattr(_linux, "lock_range", lambda *about, **_: tries.append(about))
+    assert _locks.lock_units(three, card, _leases.UNITS) == []
+    assert not tries, "a whole card is not taken in pieces, not even for a moment"
     for descriptor in (one, two, three):
         _descriptors.close(descriptor)

@@ -15,7 +15,7 @@ import pytest
 from test_devices import Driver, Script, four_cards, no_cards  # noqa: F401 - fixtures
 
 import jaxguard
-from jaxguard import _leases, _line, _tenants, gpu_slot, isolated_jax_worker
+from jaxguard import _descriptors, _devices, _leases, _line, _locks, _tenants, gpu_slot, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,11 +52,14 @@ def test_a_foreign_card_is_left_alone(driver: Driver, stranger: int) -> None:
     put_on(driver, {0: [stranger], 2: [stranger]})
     with gpu_slot(slot_timeout=0) as first:
         assert [device.id for device in first.devices] == [driver.ids[1]]
+        watch = _locks.open_locks()
+        assert not _locks.units_held(watch, _devices.usable()[0].lock), "what was locked on the way is free at once"
+        _descriptors.close(watch)
     with gpu_slot(gpus=2, slot_timeout=0) as both:
         assert [device.id for device in both.devices] == [driver.ids[1], driver.ids[3]]
     with pytest.raises(jaxguard.SlotTimeout, match=rf"pid {stranger} \(.*, 1024 MiB\) on GPU 0 .* without a slot"):
         gpu_slot(gpus=3, slot_timeout=0).__enter__()
-    lease = _leases.try_take(jaxguard._devices.usable(), 2)  # type: ignore[attr-defined]
+    lease = _leases.try_take(_devices.usable(), 2)
     assert lease is not None, "what was locked on the way is free again"
     lease.close()
 
@@ -145,11 +148,11 @@ def test_sharers_are_no_strangers(driver: Driver, stranger: int) -> None:
     with Script(driver.prelude + HOLD_SHARE, JAXGUARD_DEVICES="auto") as other:
         child = int(other.hear())
         put_on(driver, {0: [other.pid, child]})
-        with gpu_slot(gpus=0.5, devices=[0], slot_timeout=0) as slot:
-            assert slot.devices[0].id == driver.ids[0]
+        half = isolated_jax_worker(gpus=0.5, devices=[0], slot_timeout=0)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+        assert half() == driver.ids[0]
         put_on(driver, {0: [other.pid, child, stranger]})
         with pytest.raises(jaxguard.SlotTimeout):
-            gpu_slot(gpus=0.5, devices=[0], slot_timeout=0).__enter__()
+            half()
 
 
 def test_a_parent_on_a_card_is_no_reason_to_share_it(driver: Driver) -> None:
@@ -226,7 +229,7 @@ def test_idle_holders_are_named(driver: Driver, monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(jaxguard.SlotTimeout, match="will come free"):
             isolated_jax_worker(devices=[held])(print)()
         idle.kill()
-        wait_until(lambda: _leases.try_take(jaxguard._devices.request(1, (held,)).candidates, 1), "free at its end")  # type: ignore[attr-defined]
+        wait_until(lambda: _leases.try_take(_devices.request(1, (held,)).candidates, 1), "free at its end")
 
 
 def test_the_bound_is_thirty_seconds() -> None:
