@@ -175,8 +175,9 @@ def test_a_killed_waiter_leaves_the_line(card: str, tmp_path: pathlib.Path, wait
 def test_a_waiter_that_is_stopped_in_the_middle(
     card: str, tmp_path: pathlib.Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits behind one that is stopped notices when the one before that is served: no look is far between."""
+    """Who waits behind one that is stopped notices when the one before that is served, however seldom it looks."""
     monkeypatch.setattr(_line, "_LOOK_SELDOM_S", 600)
+    monkeypatch.setattr(_line, "_WARN_AFTER_S", 600)
     held, got = take(card), []
     order = str(tmp_path / "order")
     with Script(WAIT, "1", card, ORDER=order) as first, Script(WAIT, "1", card, ORDER=order) as second:

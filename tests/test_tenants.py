@@ -114,6 +114,26 @@ def test_the_wait_is_bounded_only_while_it_is_hopeless(
     timer.join(30)
 
 
+def test_hopeless_is_what_stays_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts anew when there was hope in between."""
+    monkeypatch.setattr(_line, "_HOPELESS_AFTER_S", 0.6)
+    monkeypatch.setattr(_line, "_LAST_LOOK_S", 0.05)
+    began = time.monotonic()
+
+    def stuck(_: int, request: Any, __: Any) -> dict[Any, str]:
+        hope = 0.3 < time.monotonic() - began < 0.5
+        return {} if hope else dict.fromkeys(request.candidates, "stuck")
+
+    monkeypatch.setattr(_line, "_stuck", stuck)
+    locks = _locks.open_locks()
+    for device in _devices.usable():
+        assert _locks.lock_units(locks, device.lock, 840)
+    with pytest.raises(jaxguard.SlotTimeout, match="will come free") as caught:
+        gpu_slot().__enter__()
+    _descriptors.close(locks)
+    assert caught.value.waited_s >= 0.9  # type: ignore[operator]
+
+
 def test_a_card_that_comes_free_is_taken(driver: Driver, stranger: int) -> None:
     """The memory of the last holder comes back a moment after its end: the next one waits for it, and no longer."""
     put_on(driver, {key: [99999999] for key in range(4)})
