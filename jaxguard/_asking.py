@@ -19,14 +19,20 @@ Found = TypeVar("Found", bound=_leases.Lease | _dialogue.Worker)
 _warned = False
 
 
-def lease(running: _interrupts.Call, options: Options, *, for_this_process: bool = False) -> _leases.Lease:
-    """Wait for a slot and take it."""
-    request = _request(running, options, for_this_process=for_this_process)
+def lease(running: _interrupts.Call, options: Options) -> _leases.Lease:
+    """Wait for a slot for a worker, and take it."""
+    request = _request(running, options)
+    return _queue(running, options, request, lambda devices: _leases.try_take(devices, request.take, request.units))
+
+
+def lease_here(running: _interrupts.Call, options: Options, ours: Callable[[], _leases.Lease | None]) -> _leases.Lease:
+    """Wait for a slot for this process, or until `ours` gives one that this process has already, and take it."""
+    request = _request(running, options, for_this_process=True)
 
     def attempt(devices: tuple[Device, ...]) -> _leases.Lease | None:
-        return _leases.try_take(devices, request.take, request.units, for_this_process=for_this_process)
+        return _leases.try_take(devices, request.take, request.units, for_this_process=True)
 
-    return _queue(running, options, request, attempt)
+    return _queue(running, options, request, attempt, ours)
 
 
 def lease_or_warm(running: _interrupts.Call, options: Options, key: Hashable) -> _leases.Lease | _dialogue.Worker:
@@ -52,7 +58,7 @@ def _request(running: _interrupts.Call, options: Options, *, for_this_process: b
         _environment.check_cpus(options.cpus, _environment.cores())
     if _shares.is_share(options.gpus):
         for device in request.candidates:
-            _environment.memory_variables((device,), options.gpus, dict(os.environ))
+            _environment.memory_variables((device,), options.gpus, _devices.environment())
     if not for_this_process:  # `gpu_slot` has looked at that in its own way
         _refuse_occupied(request)
     return request
@@ -63,10 +69,11 @@ def _queue(
     options: Options,
     request: _devices.Request,
     attempt: Callable[[tuple[Device, ...]], Found | None],
+    ours: Callable[[], Found | None] = lambda: None,
 ) -> Found:
     began = time.monotonic()
     facts = _facts(running)
-    found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check, facts)
+    found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check, facts, ours)
     taken = found if isinstance(found, _leases.Lease) else found.lease
     taken.waited_s = time.monotonic() - began
     taken.tell(**facts, phase="running")

@@ -31,7 +31,8 @@ _LISTENING = b"00010000"  # the flag __SO_ACCEPTCON of /proc/net/unix
 _NAME = re.compile(
     rf"jaxguard/{PROTOCOL}/([hiw])/([0-9a-f]{{12}})/(\d{{1,20}})/(\d{{1,10}})/(\d{{1,12}})/([0-9a-f]{{12}})"
 )
-_BACKLOG = 128
+_BACKLOG = 4096
+"""As many may have connected that nobody has accepted: a holder that runs its user's code accepts none."""
 
 
 def place(name: str) -> int:
@@ -48,7 +49,7 @@ def light(kind: str, about: str, number: int, word: str) -> socket.socket:
     """Light a beacon about a device or a line; it shines until all copies of the socket are closed."""
     with _descriptors.creating():
         beacon = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        _descriptors.own(beacon.fileno())
+        _descriptors.own_socket(beacon)
     name = f"jaxguard/{PROTOCOL}/{kind}/{place(about):012x}/{number}/{os.getpid()}/{int(time.time())}/{word}"
     beacon.bind(f"\0{name}")
     beacon.listen(_BACKLOG)
@@ -69,9 +70,12 @@ class Sighting:
 
     def connect(self) -> socket.socket | None:
         """Connect to the beacon, to see it hang up; None if it is gone or its queue is full."""
-        with _descriptors.creating():
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            _descriptors.own(line.fileno())
+        try:
+            with _descriptors.creating():
+                line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                _descriptors.own_socket(line)
+        except OSError:  # no descriptor is left: the locks decide without
+            return None
         try:
             line.connect(f"\0{self.name}")
         except OSError:
@@ -91,13 +95,14 @@ class Sighting:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Say whether the other end of a connection to a beacon is gone; nobody ever sends anything over one."""
+    """Say whether the other end of a connection to a beacon is gone; whoever sends anything over one is no beacon."""
     try:
-        return connection.recv(1) == b""
+        connection.recv(1)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        pass
+    return True
 
 
 def seen() -> list[Sighting]:

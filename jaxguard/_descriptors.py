@@ -14,10 +14,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _owned: set[int] = set()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Owned sockets: in a child these objects must not close their number once more, which is another file's by then."""
 _lock = threading.RLock()
 _forgetters: list[Callable[[], None]] = []
 
@@ -33,6 +36,13 @@ def own(*descriptors: int) -> None:
     """From now on, close these in every forked child."""
     with _lock:
         _owned.update(descriptors)
+
+
+def own_socket(connection: socket.socket) -> None:
+    """The same for a socket."""
+    with _lock:
+        _owned.add(connection.fileno())
+        _sockets.add(connection)
 
 
 def disown(*descriptors: int) -> None:
@@ -78,7 +88,10 @@ def _after_fork_in_child() -> None:
             os.close(descriptor)
         except OSError:
             pass
+    for connection in _sockets:
+        connection.detach()
     _owned.clear()
+    _sockets.clear()
     _lock = threading.RLock()
     for forget in _forgetters:
         forget()

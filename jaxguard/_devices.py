@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from . import _driver, _gpus, _settings, _shares, errors
 from ._gpus import Device
 
 _CORES_PER_SLOT = 2
+_MOST, _LONGEST = 10**9, 200
+"""Of indices and ids in `devices=`."""
 OUTSIDE: dict[str, str | None] = {}
 """What the variables said before `gpu_slot` put its own in force here: other threads still choose among all of that."""
 
@@ -109,12 +112,11 @@ def checked_devices(devices: Any) -> Listed | None:
     if not all(isinstance(entry, int | str) and not isinstance(entry, bool) for entry in entries):
         text = f"devices must be a sequence of indices or ids, such as [0, 1] or ['GPU-1f0c'], not {devices!r}"
         raise TypeError(text)
-    if not entries or len(set(entries)) < len(entries) or any(entry in {"", "-1"} or entry == -1 for entry in entries):
+    if not entries or len(set(entries)) < len(entries) or "" in entries:
         text = f"devices must name one device or more, each once, not {devices!r}; None, the default, means all"
         raise ValueError(text)
-    if any(isinstance(entry, int) and entry < 0 for entry in entries):
-        text = f"devices must be indices from 0 on, or ids, not {devices!r}"
-        raise ValueError(text)
+    if any(not 0 <= entry < _MOST if isinstance(entry, int) else len(entry) > _LONGEST for entry in entries):
+        raise ValueError("devices must be indices from 0 on, or ids, and none of them very long")
     return entries
 
 
@@ -180,7 +182,7 @@ def _chosen(found: tuple[Device, ...], listed: Listed | None, who: str) -> tuple
         return found
     chosen: list[Device] = []
     for entry in listed:
-        numbered = isinstance(entry, int) or entry.isdecimal()
+        numbered = isinstance(entry, int) or re.fullmatch(r"[0-9]{1,9}", entry)
         named = [d for d in found if d.index == int(entry)] if numbered else _gpus.by_id(found, str(entry))
         if len(named) != 1 or named[0] in chosen:
             why = "names a device twice" if len(named) == 1 else "is not there" if not named else "is not one device"
@@ -191,6 +193,17 @@ def _chosen(found: tuple[Device, ...], listed: Listed | None, who: str) -> tuple
             raise errors.NoDevices(text)
         chosen += named
     return tuple(chosen)
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, as it is outside of its `gpu_slot` blocks."""
+    env = dict(os.environ)
+    for name, value in list(OUTSIDE.items()):
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
 
 
 def _outside(name: str) -> str | None:

@@ -36,6 +36,8 @@ R = TypeVar("R")
 
 _kept: list[tuple[_leases.Lease, float]] = []
 """Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
+_resumed: dict[str, float] = {}
+"""What the leases that were taken from there were asked for, by their words, until their blocks have it."""
 _said: list[dict[str, str]] = []
 """What the blocks that are open in this process have put in its environment, the oldest first."""
 _turn = threading.Lock()
@@ -89,6 +91,8 @@ class GpuSlot:
         hold = _holds.current()
         if hold is not None and (hold.slot is not None or hold.call is None):
             _holds.refuse_more(hold, "gpu_slot", self.gpus)
+            if hold.slot is not None:
+                self._refuse_others(hold)
             with _used(_blocks[hold.nonce]) if hold.nonce in _blocks else nullcontext():
                 yield hold.slot or _slot_of_this_worker(hold)
             return
@@ -102,6 +106,19 @@ class GpuSlot:
         with _used(self._block()) as block:
             yield block.slot
 
+    def _refuse_others(self, hold: _holds.Hold) -> None:
+        """Raise if the hold that is there is not one of the devices that are asked for."""
+        if self.devices is None:
+            return
+        ids = {device.id for device in _devices.request(self.gpus and 1, self.devices).candidates}
+        others = [device.id for device in hold.devices if device.id not in ids]
+        if others:
+            text = (
+                f"gpu_slot asks for devices={list(self.devices)} inside a hold of {', '.join(others)}: it would wait "
+                "for its own ancestor. Ask for them outside, or for no others inside."
+            )
+            raise errors.JaxguardError(text)
+
     def _block(self) -> _Block:
         lease, gpus = self._take()
         with ExitStack() as stack:
@@ -112,17 +129,29 @@ class GpuSlot:
             return _Block(lease, slot, stack.pop_all())
 
     def _take(self) -> tuple[_leases.Lease, float]:
+        if (lease := self._kept_one()) is None:
+            with _turn:
+                _refuse_started(self.gpus, self.devices)
+            with _interrupts.call("gpu_slot") as running:
+                options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
+                lease = _asking.lease_here(running, options, self._kept_one)
+        return lease, _resumed.pop(lease.nonce, self.gpus)
+
+    def _kept_one(self) -> _leases.Lease | None:
+        """A lease that this process keeps, and that suffices: its JAX is there."""
+        if not _kept or self.gpus == 0:
+            return None
+        ids = None if self.devices is None else {d.id for d in _devices.request(1, self.devices).candidates}
         with _turn:
             for kept in _kept:
-                if 0 < self.gpus <= kept[1]:
+                lease, gpus = kept
+                if self.gpus <= gpus and (ids is None or ids.issuperset(device.id for device in lease.devices)):
                     _kept.remove(kept)
-                    kept[0].resume()
-                    kept[0].tell(phase="running")
-                    return kept
-            _refuse_started(self.gpus, self.devices)
-        with _interrupts.call("gpu_slot") as running:
-            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
-            return _asking.lease(running, options, for_this_process=True), self.gpus
+                    _resumed[lease.nonce] = gpus
+                    lease.resume()
+                    lease.tell(phase="running")
+                    return lease
+        return None
 
 
 @dataclass(eq=False)
@@ -169,7 +198,7 @@ def _check_came_up(lease: _leases.Lease) -> None:
 
 def _slot(lease: _leases.Lease, gpus: float) -> Slot:
     env = _environment.variables(lease.devices, gpus)
-    env |= _environment.memory_variables(lease.devices, gpus, dict(os.environ))
+    env |= _environment.memory_variables(lease.devices, gpus, _devices.environment())
     return Slot(lease.devices, lease.share, env, lease.waited_s)
 
 
@@ -264,7 +293,9 @@ def _restore_jax(settings: dict[str, Any]) -> None:
 def _let_go(lease: _leases.Lease, gpus: float) -> None:
     if lease.devices[0].is_gpu and any(device.platform == "gpu" for device in _jax_state.local_devices()):
         lease.rest()
-        _kept.append((lease, gpus))
+        with _turn:
+            _kept.append((lease, gpus))
+        _interrupts.wake_all()  # another thread may be waiting for it
     else:
         lease.close()
 
@@ -273,6 +304,7 @@ def _after_fork_in_child() -> None:
     global _turn  # noqa: PLW0603 – the old lock may be held by a thread that does not exist here
     _turn = threading.Lock()
     _kept.clear()
+    _resumed.clear()
     _said.clear()
     _blocks.clear()
     _devices.OUTSIDE.clear()

@@ -6,6 +6,7 @@ when somebody has used it, the address always. A MIG slice is a device like a ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -95,7 +96,7 @@ def masked(found: list[Device], mask: str) -> list[Device]:
     chosen: list[Device] = []
     for raw in mask.split(","):
         entry = raw.strip()
-        if entry.isdecimal():
+        if re.fullmatch(r"[0-9]{1,9}", entry):
             named = [device for device in found if device.card == int(entry)]
         elif entry.startswith("MIG-"):
             named = by_id(found, entry)
@@ -110,9 +111,9 @@ def masked(found: list[Device], mask: str) -> list[Device]:
 
 def is_ambiguous(found: list[Device], mask: str, order: str | None) -> bool:
     """Say whether only CUDA knows what a mask means: it counts different cards by speed, unless it is told not to."""
-    numbers = {int(entry) for entry in map(str.strip, mask.split(",")) if entry.isdecimal()}
+    numbers = any(re.fullmatch(r"[0-9]{1,9}", entry.strip()) for entry in mask.split(","))
     models = {device.card: device.card_kind for device in found}
-    some = bool(numbers) and not numbers >= set(models)
+    some = numbers and {device.card for device in masked(found, mask)} != set(models)
     return some and len(set(models.values())) > 1 and order != "PCI_BUS_ID"
 
 

@@ -92,7 +92,7 @@ class Lease:
                 except OSError:  # nobody else is at the door
                     break
                 connection.setblocking(False)
-                _descriptors.own(connection.fileno())
+                _descriptors.own_socket(connection)
                 self._connections.append(connection)
         still = []
         for connection in self._connections:
@@ -134,7 +134,13 @@ def try_take(
     taken: list[Device] = []
     offset = 0
     try:
-        for device in candidates if units == UNITS else _emptiest_first(locks, candidates):
+        if units < UNITS:
+            candidates = _emptiest_first(locks, candidates)
+        if take > 1:  # look first: nobody finds a device locked for a moment by a request that cannot be served
+            candidates = tuple(device for device in candidates if not _locks.units_held(locks, device.lock))
+            if len(candidates) < take:
+                return None
+        for device in candidates:
             pieces = _locks.lock_units(locks, device.lock, units)
             if not pieces:
                 continue
@@ -154,5 +160,5 @@ def try_take(
             _descriptors.close(locks)
 
 
-def _emptiest_first(locks: int, candidates: tuple[Device, ...]) -> list[Device]:
-    return sorted(candidates, key=lambda device: _locks.units_held(locks, device.lock))
+def _emptiest_first(locks: int, candidates: tuple[Device, ...]) -> tuple[Device, ...]:
+    return tuple(sorted(candidates, key=lambda device: _locks.units_held(locks, device.lock)))

@@ -32,6 +32,8 @@ _HOPELESS_AFTER_S = 30.0
 """For how long nothing but idle holders and foreign programs may be in the way, before the wait is an error."""
 _LOOK_AGAIN_S, _LOOK_SELDOM_S = 1.0, 8.0
 """How long to sleep at most: near the head of the line, and far behind, where others notice who is stopped there."""
+_WATCHED = 64
+"""How many are watched at most: each takes a descriptor, and anybody can light beacons."""
 _NEAR = 2
 """As many are watched ahead, so that one who is stopped and does not leave hides nobody from those behind."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.5
@@ -62,6 +64,7 @@ def wait(
     wake: int,
     interrupted: Callable[[], None],
     facts: dict[str, Any] | None = None,
+    ours: Callable[[], Slot | None] = lambda: None,
 ) -> Slot:
     """Wait until `attempt` gives a slot.
 
@@ -73,6 +76,7 @@ def wait(
         wake: An eventfd; a write to it makes the wait look again at once.
         interrupted: Raises if the wait shall end.
         facts: What the waiter tells its own user of itself.
+        ours: Gives a slot that this process has and that has come free for this call, whoever is ahead.
 
     Raises:
         SlotTimeout: If no slot came free in that time, or none can come free.
@@ -88,6 +92,8 @@ def wait(
             hopeless_at = math.inf
             while True:
                 interrupted()
+                if (slot := ours()) is not None:
+                    return slot
                 view = place.look()
                 if len(view.free) >= request.take and (slot := attempt(view.free)) is not None:
                     return slot
@@ -101,7 +107,10 @@ def wait(
                 elif hopeless_at == math.inf:
                     hopeless_at = now + _HOPELESS_AFTER_S
                 elif now >= hopeless_at:
-                    raise _hopeless(now - began, view, stuck)
+                    reasons = _proved(stuck, view)
+                    if len(request.candidates) - len(reasons) < request.take:
+                        raise _hopeless(now - began, view, reasons)
+                    hopeless_at = math.inf
                 if now >= warn_at:
                     logger.warning(
                         "jaxguard: %s waits for a slot since %.0f s: %s", name, now - began, describe(request, view)
@@ -112,24 +121,36 @@ def wait(
         _descriptors.close(locks)
 
 
-def _stuck(locks: int, request: Request, view: View) -> dict[Device, str]:
-    """The devices that will not come free by themselves, with the reason in words."""
+def _stuck(locks: int, request: Request, view: View) -> dict[Device, list[_beacons.Sighting]]:
+    """The devices that will not come free by themselves: with their idle holders, or with none for foreign programs."""
     found = {}
     for device in request.candidates:
         if not device.is_gpu:
             continue
+        held = _locks.units_held(locks, device.lock)
         where = _beacons.place(device.lock)
-        words = {beacon.nonce for beacon in view.holders if beacon.place == where}
         idle = [beacon for beacon in view.idle if beacon.place == where]
-        if words and words <= {beacon.nonce for beacon in idle}:
+        # The locks say how much is held; if it is no more than what the idle ones have, nobody else will let go of any.
+        if held > _shares.UNITS - request.units and held <= sum(beacon.number for beacon in idle):
+            found[device] = idle
+        elif not held and not _settings.allow_foreign() and _tenants.of(device).foreign:
+            found[device] = []
+    return found
+
+
+def _proved(stuck: dict[Device, list[_beacons.Sighting]], view: View) -> dict[Device, str]:
+    """The same in words; without devices whose holders only seem to be idle, because somebody else says so."""
+    found = {}
+    for device, idle in stuck.items():
+        if idle:
+            lit_by = {beacon.nonce: beacon.proved() for beacon in view.holders}
+            if any(beacon.proved() != lit_by.get(beacon.nonce) for beacon in idle):
+                continue
             who = " and ".join(_parties.in_words(_parties.behind(beacon, idle=True)) for beacon in idle)
-            found[device] = (
-                f"{_label(device)} is kept by {who}: its gpu_slot block has ended, but its JAX keeps the memory"
-            )
-        elif not words and not _locks.units_held(locks, device.lock) and not _settings.allow_foreign():
-            tenants = _tenants.of(device)
-            if tenants.foreign:
-                found[device] = f"{_tenants.describe(tenants)} on {_label(device)} without a slot"
+            why = "its gpu_slot block has ended, but its JAX keeps the memory"
+            found[device] = f"{_label(device)} is kept by {who}: {why}"
+        else:
+            found[device] = f"{_tenants.describe(_tenants.of(device))} on {_label(device)} without a slot"
     return found
 
 
@@ -146,6 +167,7 @@ class _Place:
         self._nonce = _beacons.nonce()
         self._own: list[socket.socket] = []
         self._watched: dict[str, socket.socket] = {}
+        self._tried: dict[str, float] = {}
         self._stopped_since: dict[str, float] = {}
         self._look_again_s = _FIRST_LOOK_S
         self._nap_s = _LOOK_AGAIN_S
@@ -189,7 +211,7 @@ class _Place:
         self._nap_s = _LOOK_AGAIN_S if len(waiters) <= _NEAR else _LOOK_SELDOM_S
         nearest = {beacon.nonce: beacon for beacon in last.values()} | dict(list(waiters.items())[-_NEAR:])
         watch = [*nearest.values(), *(beacon for beacon in holders if beacon.place in open_to_us)]
-        return View(ahead, holders, idle, free, watch)
+        return View(ahead, holders, idle, free, watch[:_WATCHED])
 
     def _line_of(self, device: Device) -> int:
         return self._devices[_beacons.place(device.lock)]
@@ -207,8 +229,13 @@ class _Place:
         wanted = {beacon.name: beacon for beacon in watch}
         for name in [name for name in self._watched if name not in wanted]:
             _descriptors.close_socket(self._watched.pop(name))
+        now = time.monotonic()
+        self._tried = {name: at for name, at in self._tried.items() if now - at < _LAST_LOOK_S}
         for name, beacon in wanted.items():
-            if name not in self._watched and (line := beacon.connect()) is not None:
+            if name in self._watched or name in self._tried:  # one that hangs up at once is not called again at once
+                continue
+            self._tried[name] = now
+            if (line := beacon.connect()) is not None:
                 self._watched[name] = line
         if self._watched:
             self._look_again_s, nap = _FIRST_LOOK_S, self._nap_s
@@ -240,7 +267,7 @@ def describe(request: Request, view: View) -> str:
         words.append(f"{', '.join(held)} held, the oldest by {_parties.in_words(_parties.behind(oldest))}")
     foreign = [(device, tenants) for device in request.candidates if (tenants := _tenants.of(device)).foreign]
     words += [f"{_tenants.describe(tenants)} on {_label(device)} without a slot" for device, tenants in foreign]
-    if not words:
+    if not words and not view.ahead:
         words.append("the slots are held by processes that cannot be seen from here (another container?)")
     if view.ahead:
         waiters = len({beacon.nonce for beacon in view.ahead})

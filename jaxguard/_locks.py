@@ -12,12 +12,14 @@ worker, and the kernel frees it when the last of them ends, however they end. So
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import ExitStack
 
 from . import _beacons, _descriptors, _linux, _settings, errors
 from ._shares import UNITS
@@ -26,7 +28,7 @@ logger = logging.getLogger("jaxguard")
 
 NULL = "/dev/null"
 _NULL_DEVICE = os.makedev(1, 3)
-_FILE = "locks"
+_FILE = "jaxguard.locks"
 """Name of the lock file in JAXGUARD_DIR."""
 _SPACING = 1 << 12
 _WAITING = 2048
@@ -46,11 +48,11 @@ def open_locks() -> int:
     """
     folder = _settings.directory()
     path, flags = (NULL, 0) if folder is None else (os.path.join(folder, _FILE), os.O_NOFOLLOW)
-    if folder is not None:
-        _prepare(folder)
-    elif (reason := _unusable(NULL, os.lstat(NULL) if os.path.lexists(NULL) else None)) is not None:
-        path, flags = _own_file(reason), os.O_NOFOLLOW
     try:
+        if folder is not None:
+            _prepare(folder)
+        elif (reason := _unusable(NULL, os.lstat(NULL) if os.path.lexists(NULL) else None)) is not None:
+            path, flags = _own_file(reason), os.O_NOFOLLOW
         with _descriptors.creating():
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
             _descriptors.own(descriptor)
@@ -76,6 +78,8 @@ def lock_units(descriptor: int, name: str, count: int) -> list[tuple[int, int]]:
     Returns:
         What was locked, as start and length in units; empty if so many were not free.
     """
+    if UNITS - units_held(descriptor, name) < count:  # not even for a moment: somebody may be trying just once
+        return []
     start = start_of(name)
     pieces: list[tuple[int, int]] = []
     at, missing = 0, count
@@ -83,8 +87,6 @@ def lock_units(descriptor: int, name: str, count: int) -> list[tuple[int, int]]:
         gap, after = _gap(descriptor, start, at, min(at + missing, UNITS))
         if gap == 0:
             at = after
-        elif gap < count == UNITS:  # not even for a moment: somebody may be trying just once
-            break
         elif _linux.lock_range(descriptor, start + at, gap):  # else somebody was faster: look again
             pieces.append((at, gap))
             at += gap
@@ -160,17 +162,18 @@ def _null_works() -> bool:
 
 
 def _excludes(path: str) -> bool:
-    first = second = -1
+    """Say whether locks exclude each other there. A place that somebody has locked, says so too: any user may."""
     place = _SPACING * (1 << 49) + int.from_bytes(os.urandom(4), "big")
-    try:
+    with ExitStack() as stack:
         first, second = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for _ in range(2))
-        return _linux.lock_range(first, place, 1) and not _linux.lock_range(second, place, 1)
-    except OSError:
-        return False
-    finally:
-        for descriptor in (first, second):
-            if descriptor >= 0:
-                os.close(descriptor)
+        stack.callback(os.close, first)
+        stack.callback(os.close, second)
+        try:
+            return not _linux.lock_range(first, place, 1) or not _linux.lock_range(second, place, 1)
+        except OSError as error:
+            if error.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:  # there is no such thing here
+                return False
+            raise
 
 
 def _unusable(path: str, found: os.stat_result | None) -> str | None:
@@ -189,6 +192,9 @@ def _own_file(reason: str) -> str:
     path = os.path.join(folder, _FILE)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise errors.JaxguardError(_cannot(path, f"{folder} is not a directory of this user alone"))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
         raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
@@ -217,34 +223,53 @@ def _cannot(path: str, reason: str) -> str:
 def _prepare(folder: str) -> None:
     """Make the directory and its file, where this process may; check that nobody but root can exchange them."""
     path = os.path.join(folder, _FILE)
-    if os.geteuid() == 0 and not os.path.lexists(path):
+    missing = _check_folders(folder)
+    if os.geteuid() != 0 or os.path.lexists(path):
+        if missing:
+            raise errors.JaxguardError(_refused(folder, f"{missing[-1]} is not there"))
+        return
+    try:
+        for part in reversed(missing):
+            os.mkdir(part)
+            os.chmod(part, 0o755)  # noqa: S103 – for all users, whatever the umask says
+        _check_folders(folder)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.fchmod(descriptor, 0o666)
+        os.close(descriptor)
+    except FileExistsError:
+        pass  # another process of root was faster
+    except OSError as error:
+        raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
+
+
+def _check_folders(folder: str) -> list[str]:
+    """Raise unless all that is there of a path is root's alone; give what is not there, the longest first."""
+    if os.path.realpath(folder) != os.path.normpath(folder):
+        text = f"it leads through a link to {os.path.realpath(folder)}: give that path"
+        raise errors.JaxguardError(_refused(folder, text))
+    missing = []
+    part = os.path.normpath(folder)
+    while True:
         try:
-            os.makedirs(folder, mode=0o755, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            os.fchmod(descriptor, 0o666)
-            os.close(descriptor)
-        except FileExistsError:
-            pass  # another process of root was faster
-        except OSError as error:
-            raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
-    real = os.path.realpath(folder)
-    if real != os.path.normpath(folder):
-        raise errors.JaxguardError(_refused(folder, f"it leads through a link to {real}: give that path"))
-    for part in (Path(real), *Path(real).parents):
-        try:
-            found = part.stat()
+            found = os.lstat(part)
+        except FileNotFoundError:
+            missing.append(part)
         except OSError as error:
             raise errors.JaxguardError(_refused(folder, f"{part}: {error.strerror}")) from error
-        if not stat.S_ISDIR(found.st_mode):
-            raise errors.JaxguardError(_refused(folder, f"{part} is not a directory"))
-        if found.st_uid != 0:
-            raise errors.JaxguardError(_refused(folder, f"{part} is owned by uid {found.st_uid}, not by root"))
-        writable = found.st_mode & 0o022
-        if writable and not (found.st_mode & stat.S_ISVTX):
-            raise errors.JaxguardError(_refused(folder, f"others than root can exchange files in {part}"))
-    kind = _file_system(real)
+        else:
+            if not stat.S_ISDIR(found.st_mode):
+                raise errors.JaxguardError(_refused(folder, f"{part} is not a directory"))
+            if found.st_uid != 0:
+                raise errors.JaxguardError(_refused(folder, f"{part} is owned by uid {found.st_uid}, not by root"))
+            if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+                raise errors.JaxguardError(_refused(folder, f"others than root can exchange files in {part}"))
+        if part == "/":
+            break
+        part = os.path.dirname(part)
+    kind = _file_system(os.path.normpath(folder))
     if kind in _NETWORK or kind.startswith("fuse"):
         raise errors.JaxguardError(_refused(folder, f"it is on a network or user file system ({kind})"))
+    return missing
 
 
 def _check_file(path: str, descriptor: int) -> None:
@@ -274,7 +299,7 @@ def _file_system(path: str) -> str:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
         for row in table:
             left, _, right = row.partition(" - ")
-            point = left.split()[4]
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
             inside = path == point or path.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):
                 best, kind = point, right.split()[0]

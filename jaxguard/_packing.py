@@ -7,7 +7,6 @@ set at this moment.
 from __future__ import annotations
 
 import math
-import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.R
 
 def _asked_for(options: Options) -> dict[str, str]:
     """The environment that a call asks for."""
-    env = dict(os.environ)
+    env = _devices.environment()
     for name, value in options.env:
         if value is None:
             env.pop(name, None)

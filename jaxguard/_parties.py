@@ -15,7 +15,7 @@ class Party:
 
     pid: int
     proved: bool
-    """Whether the kernel vouches for the process id, or only the beacon says it (a process of another container)."""
+    """Whether the kernel vouches for the process id, or only the beacon says it."""
     uid: int | None
     user: str
     command: str
@@ -51,13 +51,20 @@ def behind(beacon: _beacons.Sighting, *, idle: bool = False) -> Party:
 
 def in_words(party: Party) -> str:
     """Say it in words."""
-    since = datetime.fromtimestamp(party.since).astimezone().strftime("%H:%M:%S")
+    since = _clock(party.since)
     work = job(party)
     if party.pid == os.getpid():
         what = work or "another trial, or a gpu_slot block of another thread"
         return f"this process (pid {party.pid}: {what}, since {since})"
-    who = f"{party.user}, `{party.command}`" if party.proved else "a process of another container, as it says itself"
+    who = f"{party.user}, `{party.command}`" if party.proved else "as it says itself"
     return f"pid {party.pid} ({who}{work and ', '}{work}, since {since})"
+
+
+def _clock(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # a beacon may say anything
+        return "?"
 
 
 def job(party: Party) -> str:

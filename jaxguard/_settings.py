@@ -15,6 +15,7 @@ HOLD = "JAXGUARD_HOLD"
 RUN = "JAXGUARD_RUN"
 """Not a setting: names the program whose worker, or worker's child, a process is, see `_starting`."""
 
+_LONGEST_PATH = 1024
 _CPU = re.compile(r"cpu:([1-9][0-9]{0,5})(?:@([\w.-]{1,64}))?")
 
 
@@ -40,7 +41,9 @@ def devices() -> Devices:
     if match := _CPU.fullmatch(text):
         return Devices(cpus=int(match[1]), namespace=match[2] or "")
     names = tuple(name.strip() for name in text.split(","))
-    if all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[A-Za-z0-9_/-]+", name) for name in names) and len(set(names)) == len(names):
+    if all(re.fullmatch(r"[0-9]{1,9}|(GPU|MIG)-[A-Za-z0-9_/-]+", name) for name in names) and len(set(names)) == len(
+        names
+    ):
         return Devices(listed=names)
     message = (
         f"{DEVICES}={text!r} is not valid. Valid are: auto; cpu:N for N CPU slots (cpu:4); "
@@ -58,12 +61,12 @@ def directory() -> str | None:
     text = os.environ.get(DIR, "")
     if not text:
         return None
-    if not os.path.isabs(text) or "\0" in text:
+    if not os.path.isabs(text) or len(text) > _LONGEST_PATH:
         message = (
             f"{DIR}={text!r} is not valid. Valid is: the absolute path of a directory, owned by root, on this host."
         )
         raise ValueError(message)
-    return text
+    return "/" + text.lstrip("/")
 
 
 def inline() -> bool:

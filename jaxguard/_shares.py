@@ -27,9 +27,12 @@ def checked(gpus: Any) -> int | float:
     if isinstance(gpus, bool) or not isinstance(gpus, numbers.Real):
         text = f"gpus must be a whole number (0 for the CPU only) or a share of one GPU (0.5, 1/3), not {gpus!r}"
         raise TypeError(text)
-    value = float(gpus)
+    try:
+        value = float(gpus)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value) or value < 0 or (value > 1 and not value.is_integer()):
-        text = f"gpus must be 0 (the CPU only), a whole number, or a share of one GPU (0.5, 1/3), not {gpus}"
+        text = f"gpus must be 0 (the CPU only), a whole number, or a share of one GPU (0.5, 1/3), not {value:g}"
         raise ValueError(text)
     return int(value) if value.is_integer() else value
 
@@ -53,16 +56,14 @@ def memory_fraction(gpus: float, memory_bytes: int | None) -> float:
     """The part of a device's memory that JAX's pool may have, for a share: what CUDA itself needs is left out.
 
     Raises:
-        ValueError: If so many sharers leave nothing for the pool.
+        ValueError: If that leaves nothing for the pool.
     """
-    sharers = per_device(gpus)
-    if memory_bytes is None:
-        return round(gpus * _UNKNOWN_MEMORY_PART, 4)
-    fraction = gpus * (1 - sharers * CONTEXT_BYTES / memory_bytes)
-    if fraction <= 0:
+    fraction = gpus * _UNKNOWN_MEMORY_PART if memory_bytes is None else gpus - CONTEXT_BYTES / memory_bytes
+    if fraction < 1e-4:
+        of = "" if memory_bytes is None else f"{gpus * memory_bytes / 2**30:.1f} of {memory_bytes / 2**30:.1f} GiB, "
         text = (
-            f"gpus={gpus:g} leaves no memory: {sharers} processes on a card of {memory_bytes / 2**30:.1f} GiB need "
-            f"{sharers * CONTEXT_BYTES / 2**30:.1f} GiB for CUDA alone. Ask for a larger share."
+            f"gpus={gpus:g} leaves no memory: it is {of}less than CUDA alone needs for each process "
+            f"({CONTEXT_BYTES / 2**30:.2f} GiB). Ask for a larger share."
         )
         raise ValueError(text)
     return math.floor(fraction * 1e4) / 1e4

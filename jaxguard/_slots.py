@@ -44,7 +44,7 @@ def _device(device: Device, beacons: list[_beacons.Sighting], locks: int) -> dic
     where = _beacons.place(device.lock)
     idle = {beacon.nonce for beacon in beacons if beacon.kind == _beacons.IDLE and beacon.place == where}
     holders = [
-        {**_party(beacon, idle=beacon.nonce in idle), "share": round(beacon.number / _shares.UNITS, 4)}
+        {**_party(beacon, idle=beacon.nonce in idle), "share": round(min(beacon.number / _shares.UNITS, 1), 4)}
         for beacon in beacons
         if beacon.kind == _beacons.HOLDER and beacon.place == where
     ]

@@ -110,7 +110,8 @@ class Started:
     def _pair(cls, stack: ExitStack, kind: int) -> tuple[socket.socket, socket.socket]:
         pair = socket.socketpair(socket.AF_UNIX, kind)
         for end in pair:
-            cls._own(stack, end.fileno())
+            _descriptors.own_socket(end)
+            stack.callback(_descriptors.close_socket, end)
         return pair
 
     @classmethod
@@ -155,7 +156,8 @@ class _KeeperOfThisProcess:
         env = _environment.thread_variables() | dict(os.environ) | {_settings.RUN: self.mark}
         with _descriptors.creating():
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            _descriptors.own(here.fileno(), there.fileno())
+            _descriptors.own_socket(here)
+            _descriptors.own_socket(there)
         self._control = here
         end = Connection(there.detach())
         # Blocked until the keeper ignores them: a Ctrl-C at this moment must not end it.

@@ -133,8 +133,8 @@ def test_root_makes_the_directory(shared: pathlib.Path, card: str, as_nobody: Ca
         patch.setenv("JAXGUARD_DIR", str(folder))
         lease = take(card)
         assert lease is not None
-        assert os.readlink(f"/proc/self/fd/{lease.descriptors[0]}") == str(folder / "locks")
-        assert (folder / "locks").stat().st_mode & 0o777 == 0o666
+        assert os.readlink(f"/proc/self/fd/{lease.descriptors[0]}") == str(folder / "jaxguard.locks")
+        assert (folder / "jaxguard.locks").stat().st_mode & 0o777 == 0o666
         assert hold(env, card).stdout == "refused\n"
         assert as_nobody(CARDS + "print(take(sys.argv[1]) is None)", card, **env) == ["True"]
         assert hold({"JAXGUARD_DIR": ""}, card).stdout == "held\n", "who has no JAXGUARD_DIR meets others elsewhere"
@@ -161,7 +161,7 @@ def test_a_directory_of_another_user_is_refused(shared: pathlib.Path) -> None:
     for folder, owned in ((shared / "own", shared / "own"), (shared / "a" / "b", shared / "a")):
         folder.mkdir(parents=True)
         os.chown(owned, NOBODY, NOBODY)
-        (folder / "locks").touch()
+        (folder / "jaxguard.locks").touch()
         assert f"{owned} is owned by uid {NOBODY}, not by root" in refusal(folder)
 
 
@@ -183,7 +183,7 @@ def test_a_link_is_refused(shared: pathlib.Path) -> None:
     (shared / "link").symlink_to(shared / "real")
     assert f"it leads through a link to {shared / 'real'}: give that path" in refusal(shared / "link")
     (shared / "file").mkdir()
-    (shared / "file" / "locks").symlink_to("/dev/null")
+    (shared / "file" / "jaxguard.locks").symlink_to("/dev/null")
     assert "JAXGUARD_DIR" in refusal(shared / "file")
 
 
@@ -191,8 +191,8 @@ def test_a_link_is_refused(shared: pathlib.Path) -> None:
 def test_a_file_of_another_user_is_refused(shared: pathlib.Path) -> None:
     """In a directory that is open to all, somebody may have made it before root did."""
     shared.chmod(0o1777)
-    (shared / "locks").touch()
-    os.chown(shared / "locks", NOBODY, NOBODY)
+    (shared / "jaxguard.locks").touch()
+    os.chown(shared / "jaxguard.locks", NOBODY, NOBODY)
     assert "it is not a file owned by root" in refusal(shared)
 
 
@@ -211,11 +211,11 @@ def test_a_user_cannot_make_it(shared: pathlib.Path, as_nobody: Callable[..., li
         "except JaxguardError as error:\n    print(error)\nelse:\n    print('held')\n"
     )
     env = {"JAXGUARD_DIR": str(shared / "none")}
-    assert "No such file or directory" in as_nobody(code, **env)[0]
+    assert "none is not there" in as_nobody(code, **env)[0]
     (shared / "none").mkdir()
     (line,) = as_nobody(code, **env)
     assert "JAXGUARD_DIR" in line
-    (shared / "none" / "locks").touch(0o600)
+    (shared / "none" / "jaxguard.locks").touch(0o600)
     (line,) = as_nobody(code, **env)
     assert "Permission denied" in line
     assert "writable for all" in line
@@ -265,7 +265,7 @@ def test_the_second_best(
         first.close()
     (record,) = caplog.records
     assert "programs of other users, and of other containers, are not excluded. Set JAXGUARD_DIR" in record.getMessage()
-    assert (tmp_path / "jaxguard" / "locks").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "jaxguard" / "jaxguard.locks").stat().st_mode & 0o777 == 0o600
 
 
 def test_no_place_at_all(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, card: str) -> None:
@@ -284,7 +284,8 @@ def test_no_place_at_all(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 def test_the_null_device_is_tried() -> None:
     """Two descriptions that lock the same place are told apart from one that lets both have it."""
     assert _locks._excludes("/dev/null")
-    assert not _locks._excludes("/nonexistent/file")
+    with pytest.raises(FileNotFoundError):
+        _locks._excludes("/nonexistent/file")
     assert _locks._null_works()
 
 

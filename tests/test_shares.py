@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import itertools
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -62,21 +63,27 @@ def test_slots_are_counted_in_shares(driver: Driver) -> None:
 # ---------------------------------------------------------------------------------------- memory
 
 
-@given(parts=st.integers(2, 8), gigabytes=st.integers(12, 200))
-def test_the_sharers_memory_fits_the_card(parts: int, gigabytes: int) -> None:
-    """All pools, and what CUDA needs for each process, are no more than the card."""
+@given(cuts=st.lists(st.integers(1, 99), max_size=6, unique=True), gigabytes=st.integers(80, 200))
+def test_the_sharers_memory_fits_the_card(cuts: list[int], gigabytes: int) -> None:
+    """All pools of unequal sharers, and what CUDA needs for each process, are no more than the card."""
     total = gigabytes << 30
-    fraction = _shares.memory_fraction(1 / parts, total)
-    assert 0 < fraction < 1 / parts
-    assert parts * (fraction * total + _shares.CONTEXT_BYTES) <= total + 1
+    ends = [0, *sorted(cuts), 100]
+    parts = [(after - before) / 100 for before, after in itertools.pairwise(ends)]
+    parts = [part for part in parts if part * total > _shares.CONTEXT_BYTES + 1e-3 * total and part < 1]
+    pools = [_shares.memory_fraction(part, total) * total for part in parts]
+    assert all(pool > 0 for pool in pools)
+    assert sum(pools) + len(pools) * _shares.CONTEXT_BYTES <= total + 1
 
 
 def test_a_share_that_leaves_no_memory(driver: Driver) -> None:
     """It is said with numbers, before anybody waits for the slot."""
     driver.give_nvml(**{f"_{number}": {"total": 4 << 30} for number in range(4)})
     driver.enter()
-    with pytest.raises(ValueError, match=r"gpus=0.125 leaves no memory: 8 processes on a card of 4.0 GiB need 6.0 GiB"):
+    with pytest.raises(ValueError, match=r"gpus=0.125 leaves no memory: it is 0.5 of 4.0 GiB, less than CUDA"):
         gpu_slot(gpus=1 / 8).__enter__()
+    driver.give_nvml()
+    with pytest.raises(ValueError, match="leaves no memory"):
+        jaxguard.isolated_jax_worker(gpus=1e-9)(print)()
 
 
 def test_a_card_whose_memory_is_not_known(driver: Driver) -> None:

@@ -120,9 +120,9 @@ def test_hopeless_is_what_stays_so(driver: Driver, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_line, "_LAST_LOOK_S", 0.05)
     began = time.monotonic()
 
-    def stuck(_: int, request: Any, __: Any) -> dict[Any, str]:
+    def stuck(_: int, request: Any, __: Any) -> dict[Any, list[Any]]:
         hope = 0.3 < time.monotonic() - began < 0.5
-        return {} if hope else dict.fromkeys(request.candidates, "stuck")
+        return {} if hope else {device: [] for device in request.candidates}
 
     monkeypatch.setattr(_line, "_stuck", stuck)
     locks = _locks.open_locks()
