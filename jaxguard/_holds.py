@@ -79,6 +79,8 @@ def leave(guard: object, *exception: Any) -> bool | None:
     for index in range(len(entered) - 1, -1, -1):
         if entered[index][0] is guard:
             return entered.pop(index)[1].__exit__(*exception)
+    if any(guard is other for before in _dropped for other, _ in before.__dict__.get("entered", ())):
+        return None  # a forked child comes to the end of a block of its parent, whose hold it does not have
     raise RuntimeError("this block was entered by another thread: a hold belongs to the thread that opened it")
 
 
