@@ -8,7 +8,20 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from . import _devices, _dialogue, _environment, _holds, _interrupts, _jax_state, _leases, _line, _shares, _warm, errors
+from . import (
+    _devices,
+    _dialogue,
+    _environment,
+    _holds,
+    _in_force,
+    _interrupts,
+    _jax_state,
+    _leases,
+    _line,
+    _shares,
+    _warm,
+    errors,
+)
 from ._gpus import Device
 from ._packing import Options
 
@@ -30,7 +43,10 @@ def lease_here(running: _interrupts.Call, options: Options, ours: Callable[[], _
     request = _request(running, options, for_this_process=True)
 
     def attempt(devices: tuple[Device, ...]) -> _leases.Lease | None:
-        return _leases.try_take(devices, request.take, request.units, for_this_process=True)
+        taken = _leases.try_take(devices, request.take, request.units, for_this_process=True)
+        if taken is not None:
+            taken.gpus = request.gpus
+        return taken
 
     return _queue(running, options, request, attempt, ours)
 
@@ -58,7 +74,7 @@ def _request(running: _interrupts.Call, options: Options, *, for_this_process: b
         _environment.check_cpus(options.cpus, _environment.cores())
     if _shares.is_share(options.gpus):
         for device in request.candidates:
-            _environment.memory_variables((device,), options.gpus, _devices.environment())
+            _environment.memory_variables((device,), options.gpus, _in_force.environment())
     if not for_this_process:  # `gpu_slot` has looked at that in its own way
         _refuse_occupied(request)
     return request

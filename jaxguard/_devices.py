@@ -16,14 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _driver, _gpus, _settings, _shares, errors
+from . import _driver, _gpus, _in_force, _settings, _shares, errors
 from ._gpus import Device
 
 _CORES_PER_SLOT = 2
 _MOST, _LONGEST = 10**9, 200
 """Of indices and ids in `devices=`."""
-OUTSIDE: dict[str, str | None] = {}
-"""What the variables said before `gpu_slot` put its own in force here: other threads still choose among all of that."""
 
 Listed = tuple[int | str, ...]
 """What `devices=` names, and JAXGUARD_DEVICES: positions among the usable devices, or ids."""
@@ -131,14 +129,14 @@ def usable() -> tuple[Device, ...]:
     if setting.cpus:
         return cpu_slots()
     everywhere = _gpus.everywhere()
-    mask = _outside("CUDA_VISIBLE_DEVICES")
+    mask = _in_force.outside("CUDA_VISIBLE_DEVICES")
     if not everywhere:
         if setting.listed or _cuda_plugin():
             raise errors.NoDevices(_why_no_gpu(setting))
         return cpu_slots()
     found = everywhere
     if mask is not None:
-        if _gpus.is_ambiguous(everywhere, mask, _outside("CUDA_DEVICE_ORDER")):
+        if _gpus.is_ambiguous(everywhere, mask, _in_force.outside("CUDA_DEVICE_ORDER")):
             raise ValueError(_why_ambiguous(everywhere, mask))
         found = _gpus.masked(everywhere, mask)
         if not found:
@@ -193,21 +191,6 @@ def _chosen(found: tuple[Device, ...], listed: Listed | None, who: str) -> tuple
             raise errors.NoDevices(text)
         chosen += named
     return tuple(chosen)
-
-
-def environment() -> dict[str, str]:
-    """The environment of this process, as it is outside of its `gpu_slot` blocks."""
-    env = dict(os.environ)
-    for name, value in list(OUTSIDE.items()):
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
-
-
-def _outside(name: str) -> str | None:
-    return OUTSIDE.get(name, os.environ.get(name))
 
 
 # ---------------------------------------------------------------- why not

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from . import (
     _gpus,
     _guard,
     _holds,
+    _in_force,
     _interrupts,
     _jax_state,
     _leases,
@@ -34,12 +34,8 @@ from . import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_kept: list[tuple[_leases.Lease, float]] = []
+_kept: list[_leases.Lease] = []
 """Leases of GPUs on which JAX has started here: their memory is this process's until it ends, so they are too."""
-_resumed: dict[str, float] = {}
-"""What the leases that were taken from there were asked for, by their words, until their blocks have it."""
-_said: list[dict[str, str]] = []
-"""What the blocks that are open in this process have put in its environment, the oldest first."""
 _turn = threading.Lock()
 
 
@@ -120,22 +116,22 @@ class GpuSlot:
             raise errors.JaxguardError(text)
 
     def _block(self) -> _Block:
-        lease, gpus = self._take()
+        lease = self._take()
         with ExitStack() as stack:
-            stack.callback(_let_go, lease, gpus)
-            slot = _slot(lease, gpus)
-            stack.enter_context(_holds.opened(_holds.Hold(gpus, lease.nonce, lease.devices, slot)))
-            stack.enter_context(_in_force(slot, lease, gpus))
+            stack.callback(_let_go, lease)
+            slot = _slot(lease)
+            stack.enter_context(_holds.opened(_holds.Hold(lease.gpus, lease.nonce, lease.devices, slot)))
+            news = {**slot.env, _settings.HOLD: lease.nonce}
+            stack.enter_context(_in_force.in_force(news, _jax_settings(slot, lease.gpus)))
             return _Block(lease, slot, stack.pop_all())
 
-    def _take(self) -> tuple[_leases.Lease, float]:
-        if (lease := self._kept_one()) is None:
-            with _turn:
-                _refuse_started(self.gpus, self.devices)
-            with _interrupts.call("gpu_slot") as running:
-                options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
-                lease = _asking.lease_here(running, options, self._kept_one)
-        return lease, _resumed.pop(lease.nonce, self.gpus)
+    def _take(self) -> _leases.Lease:
+        if (lease := self._kept_one()) is not None:
+            return lease
+        _refuse_started(self.gpus, self.devices)
+        with _interrupts.call("gpu_slot") as running:
+            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
+            return _asking.lease_here(running, options, self._kept_one)
 
     def _kept_one(self) -> _leases.Lease | None:
         """A lease that this process keeps, and that suffices: its JAX is there."""
@@ -143,11 +139,9 @@ class GpuSlot:
             return None
         ids = None if self.devices is None else {d.id for d in _devices.request(1, self.devices).candidates}
         with _turn:
-            for kept in _kept:
-                lease, gpus = kept
-                if self.gpus <= gpus and (ids is None or ids.issuperset(device.id for device in lease.devices)):
-                    _kept.remove(kept)
-                    _resumed[lease.nonce] = gpus
+            for lease in _kept:
+                if self.gpus <= lease.gpus and (ids is None or ids.issuperset(device.id for device in lease.devices)):
+                    _kept.remove(lease)
                     lease.resume()
                     lease.tell(phase="running")
                     return lease
@@ -196,9 +190,9 @@ def _check_came_up(lease: _leases.Lease) -> None:
         raise errors.NoDevices(text)
 
 
-def _slot(lease: _leases.Lease, gpus: float) -> Slot:
-    env = _environment.variables(lease.devices, gpus)
-    env |= _environment.memory_variables(lease.devices, gpus, _devices.environment())
+def _slot(lease: _leases.Lease) -> Slot:
+    env = _environment.variables(lease.devices, lease.gpus)
+    env |= _environment.memory_variables(lease.devices, lease.gpus, _in_force.environment())
     return Slot(lease.devices, lease.share, env, lease.waited_s)
 
 
@@ -236,65 +230,19 @@ def _names(devices: list[Any]) -> str:
     return ", ".join(str(device) for device in devices) or "no device"
 
 
-@contextmanager
-def _in_force(slot: Slot, lease: _leases.Lease, gpus: float) -> Iterator[None]:
-    """JAX that starts in this process starts on the slot's devices; what a child process inherits says so too."""
-    news = {**slot.env, _settings.HOLD: lease.nonce}
-    config: dict[str, Any] = {}
-    with _turn:
-        for name in news:
-            _devices.OUTSIDE.setdefault(name, os.environ.get(name))
-        _said.append(news)
-        os.environ.update(news)
-    try:
-        config = _configure_jax(slot, gpus)
-        yield
-    finally:
-        _unsay(news)
-        _restore_jax(config)
-
-
-def _unsay(news: dict[str, str]) -> None:
-    """Threads may leave crosswise: the last one that is still inside has its say, and after it what was outside."""
-    with _turn:
-        _said[:] = [said for said in _said if said is not news]
-        for name, outside in _devices.OUTSIDE.items():
-            value = next((said[name] for said in reversed(_said) if name in said), outside)
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if not _said:
-            _devices.OUTSIDE.clear()
-
-
-def _configure_jax(slot: Slot, gpus: float) -> dict[str, Any]:
-    """An imported JAX has read its environment already: tell it. One that has started is where it is."""
-    jax = sys.modules.get("jax")
-    if jax is None or _jax_state.started():
-        return {}
+def _jax_settings(slot: Slot, gpus: float) -> dict[str, Any]:
+    """What JAX reads from the environment when it is imported, and from here when it starts."""
     settings: dict[str, Any] = {"jax_platforms": slot.env["JAX_PLATFORMS"]}
     if not slot.devices[0].is_gpu:
         settings["jax_num_cpu_devices"] = max(1, int(gpus))
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    return before
+    return settings
 
 
-def _restore_jax(settings: dict[str, Any]) -> None:
-    jax = sys.modules.get("jax")
-    if jax is None or _jax_state.started():
-        return
-    for name, value in settings.items():
-        jax.config.update(name, value)
-
-
-def _let_go(lease: _leases.Lease, gpus: float) -> None:
+def _let_go(lease: _leases.Lease) -> None:
     if lease.devices[0].is_gpu and any(device.platform == "gpu" for device in _jax_state.local_devices()):
         lease.rest()
         with _turn:
-            _kept.append((lease, gpus))
+            _kept.append(lease)
         _interrupts.wake_all()  # another thread may be waiting for it
     else:
         lease.close()
@@ -304,10 +252,7 @@ def _after_fork_in_child() -> None:
     global _turn  # noqa: PLW0603 – the old lock may be held by a thread that does not exist here
     _turn = threading.Lock()
     _kept.clear()
-    _resumed.clear()
-    _said.clear()
     _blocks.clear()
-    _devices.OUTSIDE.clear()
 
 
 _descriptors.after_fork_in_child(_after_fork_in_child)

@@ -25,6 +25,8 @@ class Lease:
         """At which unit of the first device its share begins."""
         self.nonce: str = _beacons.nonce()
         self.waited_s: float = 0.0
+        self.gpus: float = len(devices)
+        """How many devices JAX sees in it, or the share of one, as a guard was told."""
         self._owner = os.getpid()
         self._locks = locks
         self._record: _records.Record | None = None

@@ -12,7 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import _calls, _descriptors, _devices, _diagnosis, _environment, _inherited, _settings, _starting, _trials
+from . import (
+    _calls,
+    _descriptors,
+    _devices,
+    _diagnosis,
+    _environment,
+    _in_force,
+    _inherited,
+    _settings,
+    _starting,
+    _trials,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,7 @@ def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.R
 
 def _asked_for(options: Options) -> dict[str, str]:
     """The environment that a call asks for."""
-    env = _devices.environment()
+    env = _in_force.environment()
     for name, value in options.env:
         if value is None:
             env.pop(name, None)

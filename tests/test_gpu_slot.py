@@ -129,7 +129,7 @@ def test_an_enter_that_breaks_half_way(monkeypatch: pytest.MonkeyPatch, slots: C
         raise BodyError
 
     with monkeypatch.context() as patch:
-        patch.setattr(_gpu_slot, "_configure_jax", broken)
+        patch.setattr(_gpu_slot, "_jax_settings", broken)
         with pytest.raises(BodyError):
             run(how, gpu_slot(), lambda: None)
     assert free()
@@ -634,7 +634,7 @@ def started_on_gpus() -> Iterator[StartedOnGpus]:
     with pytest.MonkeyPatch.context() as patch:
         yield StartedOnGpus(patch)
     while _gpu_slot._kept:
-        _gpu_slot._kept.pop()[0].close()
+        _gpu_slot._kept.pop().close()
 
 
 @pytest.mark.usefixtures("driver")

@@ -309,7 +309,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     monkeypatch.setattr(_jax_state, "starters", lambda: "")
     yield lambda: on.append(True)
     while _gpu_slot._kept:
-        _gpu_slot._kept.pop()[0].close()
+        _gpu_slot._kept.pop().close()
 
 
 def test_threads_get_what_their_process_keeps(driver: Driver, started: Callable[[], None]) -> None:
