@@ -48,6 +48,8 @@ def request(gpus: float, listed: Listed | None = None) -> Request:
         NoDevices: If the host offers this process no such devices.
         ValueError: If more GPUs are asked for than there are, or a setting is not valid.
     """
+    _settings.directory()  # what is not valid is said at once, whether this call needs it or not
+    _settings.allow_foreign()
     if gpus == 0:
         return Request(0, 1, _chosen(cpu_slots(), listed, "devices="))
     candidates = _chosen(usable(), listed, "devices=")
@@ -94,6 +96,9 @@ def slot_count(*, gpus: float = 1, devices: Sequence[int | str] | None = None) -
         (4, 2, 8, 2)
     """
     asked = request(_shares.checked(gpus), checked_devices(devices))
+    if _shares.is_share(asked.gpus) and asked.candidates[0].is_gpu:
+        for device in asked.candidates:
+            _shares.memory_fraction(asked.gpus, device.memory_bytes)
     return len(asked.candidates) // asked.take * (_shares.UNITS // asked.units)
 
 
@@ -114,7 +119,9 @@ def checked_devices(devices: Any) -> Listed | None:
         text = f"devices must name one device or more, each once, not {devices!r}; None, the default, means all"
         raise ValueError(text)
     if any(not 0 <= entry < _MOST if isinstance(entry, int) else len(entry) > _LONGEST for entry in entries):
-        raise ValueError("devices must be indices from 0 on, or ids, and none of them very long")
+        small = [entry for entry in entries if isinstance(entry, str) or abs(entry) < _MOST]
+        text = f"devices must be positions from 0 on, or ids; what is valid in itself: {small!r:.80}"
+        raise ValueError(text)
     return entries
 
 
@@ -183,7 +190,7 @@ def _chosen(found: tuple[Device, ...], listed: Listed | None, who: str) -> tuple
         numbered = isinstance(entry, int) or re.fullmatch(r"[0-9]{1,9}", entry)
         named = [d for d in found if d.index == int(entry)] if numbered else _gpus.by_id(found, str(entry))
         if len(named) != 1 or named[0] in chosen:
-            why = "names a device twice" if len(named) == 1 else "is not there" if not named else "is not one device"
+            why = "names a device twice" if len(named) == 1 else f"fits {len(named)}" if named else "is not there"
             text = (
                 f"{who} names {entry!r}, which {why}: this process may use {len(found)} ({_names(found)}). Name them "
                 "by position in that list, or by id, or by a beginning of an id that no other has."

@@ -44,7 +44,10 @@ def check_memory(env: dict[str, str]) -> bool:
         raise ValueError(text)
     for name, value in own.items():
         if not _is_fraction(value):
-            text = f"{name}={value!r} is not valid. Valid is a part of the device's memory: more than 0, and at most 1."
+            text = (
+                f"{name}={value!r} is not valid. Valid is a part of the device's memory: more than 0, and at most 1. "
+                "Unset it, and jaxguard sets it for shares."
+            )
             raise ValueError(text)
     return bool(own)
 

@@ -222,8 +222,9 @@ def isolated_jax_worker(
     """Run each call in a process of its own that holds a slot.
 
     As a decorator it guards a function: each call waits for a slot, runs the function in a clean process that sees the
-    slot's devices and no others, and returns its result; the slot is free again, and no process is left, when the call
-    returns or raises. As a context manager it holds one slot for the block and gives a callable worker,
+    slot's devices and no others, and returns its result. When the call returns or raises, the slot is free again and no
+    process is left; with `reuse`, a warm worker keeps the slot until somebody waits for it or some seconds are over.
+    As a context manager it holds one slot for the block and gives a callable worker,
     `worker(function, *args, **kwargs)`, so that a trial can be asked for after the slot is there.
 
     A guarded Optuna objective works with any sampler, pruner and storage: the trial stays in the study's process, and
@@ -234,7 +235,7 @@ def isolated_jax_worker(
     Args:
         function: The function, when used without options.
         gpus: How many GPUs each call holds, or the share of one (0.5, 1/3, 0.25); 0 keeps to the CPU. On a host without
-            GPUs, how many CPU devices JAX sees.
+            GPUs, how many CPU devices JAX sees; more than there are slots is no error there, the call holds them all.
         devices: Which devices to choose from: positions among those that the calling process may use, or ids; None for
             all.
         timeout: Seconds that a run may take, from the moment its process exists; `inf` for no limit.

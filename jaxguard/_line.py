@@ -262,7 +262,7 @@ def describe(request: Request, view: View) -> str:
     by_place = {_beacons.place(device.lock): device for device in request.candidates}
     words = []
     if view.holders:
-        held = sorted({_label(by_place[beacon.place]) for beacon in view.holders})
+        held = sorted(_part(by_place[place], view.holders) for place in {beacon.place for beacon in view.holders})
         oldest = min(view.holders, key=lambda beacon: beacon.since)
         words.append(f"{', '.join(held)} held, the oldest by {_parties.in_words(_parties.behind(oldest))}")
     foreign = [(device, tenants) for device in request.candidates if (tenants := _tenants.of(device)).foreign]
@@ -276,19 +276,25 @@ def describe(request: Request, view: View) -> str:
     return "; ".join(words)
 
 
+def _part(device: Device, holders: list[_beacons.Sighting]) -> str:
+    units = sum(beacon.number for beacon in holders if beacon.place == _beacons.place(device.lock))
+    return _label(device) if units >= _shares.UNITS else f"{_label(device)} to {units / _shares.UNITS:.0%}"
+
+
 def _label(device: Device) -> str:
     return f"GPU {device.index} ({device.id})" if device.is_gpu else device.id
 
 
 def _timeout(request: Request, waited_s: float, view: View) -> errors.SlotTimeout:
     kind = "GPU" if request.candidates[0].is_gpu else "CPU"
-    number = "slot" if request.take == 1 else f"{request.take} slots"
+    what = f"no {kind} slot free" if request.take == 1 else f"no {request.take} {kind} slots free together"
     if request.units < _shares.UNITS:
-        number = f"share of {request.gpus:g}"
-    text = (
-        f"no {kind} {number} free after {waited_s:.1f} s: {describe(request, view)}. "
-        "Raise slot_timeout=, lower n_jobs, or end what holds it."
-    )
+        what = f"no share of {request.gpus:g} of a {kind} free"
+    described = describe(request, view)
+    advice = "Raise slot_timeout=, lower n_jobs, or end what holds it."
+    if "without a slot" in described:
+        advice = f"End those programs, or set {_settings.ALLOW_FOREIGN}=1 to use a GPU beside them."
+    text = f"{what} after {waited_s:.1f} s: {described}. {advice} `jaxguard slots` shows all."
     pids = dict.fromkeys(_parties.behind(b).pid for b in sorted(view.holders, key=lambda beacon: beacon.since))
     return errors.SlotTimeout(text, waited_s=waited_s, holders=tuple(pids))
 

@@ -137,7 +137,7 @@ def printable(text: str) -> str:
 
 
 def command(pid: int) -> str:
-    """What `ps` would show of a process, shortened: the script, or the module after -m, else the program."""
+    """What `ps` would show of a process, shortened: a Python's script, or the module after -m, else the program."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = [printable(word.decode("utf-8", "replace")) for word in file.read(1 << 16).split(b"\0") if word]
@@ -145,7 +145,7 @@ def command(pid: int) -> str:
         return "?"
     rest = iter(words)
     program = os.path.basename(next(rest, "?"))
-    for word in rest:
+    for word in rest if program.startswith(("python", "pypy")) else ():
         if word == "-c":
             return f"{program} -c"
         if word in {"-W", "-X"}:

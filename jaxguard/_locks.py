@@ -40,8 +40,11 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre
 _warned = False
 
 
-def open_locks() -> int:
+def open_locks(*, make: bool = True) -> int:
     """A fresh open file description on which ranges can be locked; close it to let all of them go.
+
+    Args:
+        make: Whether root makes the directory and file of JAXGUARD_DIR if they are not there.
 
     Raises:
         JaxguardError: If there is no place for the locks, or JAXGUARD_DIR is none that all users can rely on.
@@ -50,7 +53,7 @@ def open_locks() -> int:
     path, flags = (NULL, 0) if folder is None else (os.path.join(folder, _FILE), os.O_NOFOLLOW)
     try:
         if folder is not None:
-            _prepare(folder)
+            _prepare(folder, make=make and os.geteuid() == 0)
         elif (reason := _unusable(NULL, os.lstat(NULL) if os.path.lexists(NULL) else None)) is not None:
             path, flags = _own_file(reason), os.O_NOFOLLOW
         with _descriptors.creating():
@@ -220,11 +223,11 @@ def _cannot(path: str, reason: str) -> str:
 
 
 @functools.cache
-def _prepare(folder: str) -> None:
+def _prepare(folder: str, *, make: bool) -> None:
     """Make the directory and its file, where this process may; check that nobody but root can exchange them."""
     path = os.path.join(folder, _FILE)
     missing = _check_folders(folder)
-    if os.geteuid() != 0 or os.path.lexists(path):
+    if not make or os.path.lexists(path):
         if missing:
             raise errors.JaxguardError(_refused(folder, f"{missing[-1]} is not there"))
         return
@@ -236,6 +239,11 @@ def _prepare(folder: str) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.fchmod(descriptor, 0o666)
         os.close(descriptor)
+        logger.warning(
+            "jaxguard: made %s. Slots exclude only programs whose %s is this directory, on a disk they share.",
+            path,
+            _settings.DIR,
+        )
     except FileExistsError:
         pass  # another process of root was faster
     except OSError as error:

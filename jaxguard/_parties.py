@@ -42,11 +42,15 @@ def behind(beacon: _beacons.Sighting, *, idle: bool = False) -> Party:
         user=_linux.user(peer.uid) if peer is not None else "?",
         command=_linux.command(pid) if proved else "?",
         since=beacon.since,
-        function=_linux.printable(str(facts.get("function", ""))),
-        study=_linux.printable(str(facts.get("study", ""))),
+        function=_text(facts.get("function")),
+        study=_text(facts.get("study")),
         trial=trial if isinstance(trial, int) else None,
-        phase="idle" if idle else _linux.printable(str(facts.get("phase", ""))),
+        phase="idle" if idle else _text(facts.get("phase")),
     )
+
+
+def _text(value: object) -> str:
+    return "" if value is None else _linux.printable(str(value))
 
 
 def in_words(party: Party) -> str:

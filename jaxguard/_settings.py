@@ -47,7 +47,7 @@ def devices() -> Devices:
         return Devices(listed=names)
     message = (
         f"{DEVICES}={text!r} is not valid. Valid are: auto; cpu:N for N CPU slots (cpu:4); "
-        "a list of different CUDA indices or UUIDs (0,2 or GPU-1f0c,GPU-83ab)."
+        "a list of different positions or ids of GPUs (0,2 or GPU-1f0c,GPU-83ab)."
     )
     raise ValueError(message)
 

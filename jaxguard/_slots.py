@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
 def look(devices: tuple[Device, ...]) -> dict[str, Any]:
     """What is known of some devices at this moment, as plain data."""
     beacons = _beacons.seen()
-    locks = _locks.open_locks()
+    locks = _locks.open_locks(make=False)
     try:
         shown = [_device(device, beacons, locks) for device in devices]
     finally:

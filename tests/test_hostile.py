@@ -379,7 +379,7 @@ def test_a_free_half_is_no_hopeless_case(driver: Driver, monkeypatch: pytest.Mon
         ahead = _beacons.light(_beacons.WAITER, device.line, 1, "f" * 12)
         locks = _locks.open_locks()
         _locks.mark_waiting(locks, [device.line])
-        with pytest.raises(jaxguard.SlotTimeout, match=r"share of 0.5 free after"):
+        with pytest.raises(jaxguard.SlotTimeout, match=r"no share of 0\.5 of a GPU free after .* to 50% held"):
             gpu_slot(gpus=0.5, devices=[0], slot_timeout=0.8).__enter__()
         with pytest.raises(jaxguard.SlotTimeout, match="will come free"):
             gpu_slot(devices=[0], slot_timeout=30).__enter__()

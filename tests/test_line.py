@@ -259,7 +259,7 @@ def test_the_message_names_who_holds(card: str, slots: Callable[[int], None]) ->
     assert re.fullmatch(
         rf"no GPU slot free after 0\.\d s: GPU 0 \({names[0]}\), GPU 1 \({names[1]}\) held, the oldest by pid "
         rf"{holder.pid} \({pwd.getpwuid(os.getuid()).pw_name}, `.+`, since \d\d:\d\d:\d\d\)\. "
-        r"Raise slot_timeout=, lower n_jobs, or end what holds it\.",
+        r"Raise slot_timeout=, lower n_jobs, or end what holds it\. `jaxguard slots` shows all\.",
         str(caught.value),
         re.DOTALL,
     )

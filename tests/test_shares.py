@@ -252,7 +252,7 @@ def test_devices_are_counted_within_the_callers_list(driver: Driver, monkeypatch
         gpu_slot(devices=[driver.ids[0]]).__enter__()
     with pytest.raises(jaxguard.NoDevices, match="names a device twice"):
         slot_count(devices=[0, driver.ids[2]])
-    with pytest.raises(jaxguard.NoDevices, match="is not one device"):
+    with pytest.raises(jaxguard.NoDevices, match="which fits 2"):
         slot_count(devices=["GPU-"])
 
 

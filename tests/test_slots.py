@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -16,7 +18,7 @@ import pytest
 from test_devices import Driver, Script, four_cards, no_cards  # noqa: F401 - fixtures
 from test_leases import CARDS, take
 
-from jaxguard import _beacons, _parties, _records, gpu_slot, isolated_jax_worker
+from jaxguard import _beacons, _linux, _parties, _records, gpu_slot, isolated_jax_worker
 from jaxguard.__main__ import main
 
 if TYPE_CHECKING:
@@ -119,6 +121,36 @@ def test_cards_in_every_state(driver: Driver, capsys: pytest.CaptureFixture[str]
     assert "UNKNOWN: free for jaxguard" in text
 
 
+def test_looking_makes_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A directory that is not there is an error of a command that only looks."""
+    monkeypatch.setenv("JAXGUARD_DIR", str(tmp_path / "none"))
+    assert main(["slots"]) == 1
+    assert "JAXGUARD_DIR" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_not_known_is_empty(slots: Callable[[int], None], capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of this process has no study and no trial."""
+    slots(1)
+    with gpu_slot():
+        (holder,) = shown(capsys)["devices"][0]["holders"]
+    assert (holder["function"], holder["study"], holder["trial"]) == ("gpu_slot", "", None)
+
+
+def test_programs_are_called_as_ps_calls_them() -> None:
+    """A Python by its script, anything else by its own name."""
+    for words, name in (
+        (["sleep", "60"], "sleep"),
+        ([sys.executable, "-c", "input()"], f"{Path(sys.executable).name} -c"),
+    ):
+        with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+            until = time.monotonic() + 30
+            while _linux.command(process.pid) != name and time.monotonic() < until:
+                time.sleep(0.01)  # between fork and exec it is still this program
+            assert _linux.command(process.pid) == name
+            process.kill()
+
+
 def test_a_setting_that_is_not_valid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The message goes to standard error, with status 1, and without a traceback."""
     monkeypatch.setenv("JAXGUARD_DEVICES", "gpu")
@@ -174,8 +206,6 @@ def test_a_command_cannot_steer_the_terminal(card: str) -> None:
         assert party.pid == holder.pid
         assert party.study == "a?[2Jb"
         assert party.phase == "?"
-    from jaxguard import _linux
-
     assert _linux.printable("a\x1b\x07\u202eb\u00e9") == "a???b\u00e9"
 
 
