@@ -124,6 +124,11 @@ class Worker:
         """Have the keeper end the worker at once; the thread that talks to it sees it end. Callable from anywhere."""
         self._started.order(_keeper.KILL)
 
+    def is_dead(self) -> bool:
+        """Say whether the worker was killed, told or not."""
+        status = None if self.pid is None else _linux.status(self.pid)
+        return not self.ended and self.pid is not None and (status is None or status.state in "ZX")
+
     def end_now(self) -> None:
         """End the worker at once and wait until nothing of it is left."""
         self._started.order(_keeper.KILL)
@@ -137,6 +142,8 @@ class Worker:
     def end(self) -> None:
         """End an idle worker the normal way; return when nothing of it is left."""
         self._answer = None
+        if self.is_dead():
+            self.end_now()
         self._pipe.put(_worker.QUIT, b"")
         quiet, until = (
             Talk("its last call", _trials.Roots(""), math.inf, lambda: None),

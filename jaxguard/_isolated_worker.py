@@ -87,7 +87,7 @@ class Worker:
         if worker is None:
             return None
         worker.drain()
-        if not worker.ended and worker.key == key:
+        if not worker.ended and not worker.is_dead() and worker.key == key:
             return worker
         worker.end()
         return None

@@ -61,6 +61,8 @@ class _House:
                     return None
                 self._idle.remove(worker)
             worker.drain()  # without the lock: it writes to the user's streams
+            if worker.is_dead():  # its keeper has not said so yet
+                worker.end_now()
             if not worker.ended:
                 return worker
             worker.close()

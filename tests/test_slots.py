@@ -71,8 +71,17 @@ def test_a_running_trial_and_who_waits(
     )
     thread.start()
     try:
-        wait_until(lambda: shown(capsys)["line"], "one trial waits")
-        view = shown(capsys)
+
+        def both() -> bool:
+            view = shown(capsys)
+            views.append(view)
+            return [party["trial"] is not None for party in (*view["devices"][0]["holders"], *view["line"])] == [
+                True
+            ] * 2
+
+        views: list[dict[str, Any]] = []
+        wait_until(lambda: both() and len(views[-1]["line"]) == 1, "one trial runs, and one waits")
+        view = views[-1]
         text = table(capsys)
     finally:
         (tmp_path / "stop").touch()

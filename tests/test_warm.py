@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -255,6 +256,25 @@ def test_one_that_died_while_idle_is_replaced(
 
         again = isolated_jax_worker(os.getpid, reuse=True, slot_timeout=30)()
         assert again != pid
+
+
+@pytest.mark.usefixtures("stays")
+@pytest.mark.parametrize("how", ["decorated", "with"])
+def test_one_whose_death_is_not_told_yet_is_replaced(
+    slots: Callable[[int], None], wait_until: Callable[..., None], how: str
+) -> None:
+    """A keeper may be slow to say that the idle worker was killed: here it is stopped until somebody asks."""
+    slots(1)
+    with isolated_jax_worker(reuse=True) if how == "with" else nullcontext() as worker:
+        call = isolated_jax_worker(os.getpid, reuse=True) if worker is None else (lambda: worker(os.getpid))
+        pid = call()
+        keeper = _starting._current
+        assert keeper is not None
+        os.kill(keeper.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: dead(pid), "it is dead, and not reaped")
+
+        assert call() != pid
 
 
 def test_what_it_prints_between_two_calls_arrives(
