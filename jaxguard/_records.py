@@ -47,12 +47,16 @@ def read(pid: int, word: str) -> dict[str, Any]:
     """What a process says of a hold; nothing if it is another user's, or gone."""
     folder, target = f"/proc/{pid}/fd", f"/memfd:{_name(word)} (deleted)"
     try:
-        for name in os.listdir(folder):
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    for name in names:
+        try:
             if os.readlink(f"{folder}/{name}") == target:
                 facts = json.loads(_read(f"{folder}/{name}", target))
                 return {key: _cut(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        pass
+        except (OSError, ValueError, RecursionError):  # closed meanwhile, as is the one that listed them; or no record
+            continue
     return {}
 
 

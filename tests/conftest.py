@@ -79,7 +79,8 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_slots(number: int) -> None:
         monkeypatch.setenv("JAXGUARD_DEVICES", f"cpu:{number}@{name}")
 
-    monkeypatch.delenv("JAXGUARD_INLINE", raising=False)
+    for setting in ("JAXGUARD_INLINE", "JAXGUARD_DIR", "JAXGUARD_ALLOW_FOREIGN"):
+        monkeypatch.delenv(setting, raising=False)
     set_slots(2)
     return set_slots
 

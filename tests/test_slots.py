@@ -228,6 +228,16 @@ def test_long_names_are_cut(card: str) -> None:
     lease.close()
 
 
+def test_a_record_behind_a_descriptor_that_is_gone() -> None:
+    """The descriptor that lists the others is closed when they are looked at: it ends no search."""
+    hole = os.open("/dev/null", os.O_RDONLY)
+    record = _records.Record("a" * 12, {"trial": 5})
+    os.close(hole)  # the next one gets this number, below that of the record
+    assert record._file > hole
+    assert _records.read(os.getpid(), "a" * 12) == {"trial": 5}
+    record.close()
+
+
 def test_records_that_are_not_ours(tmp_path: Any) -> None:
     """Whatever a file of that name holds, it is no error and no more than facts."""
     for number, content in enumerate([b"", b"[]", b"{", b"\xff\xfe", b'{"trial": "x", "study": 3}' + b" " * 9000]):
