@@ -84,10 +84,10 @@ def test_a_request_for_several_is_not_starved(driver: Driver, asked: dict[str, o
             script.__exit__()
 
 
-# A witness is an abstract socket with the holder's pid in its name: it is made under the slot and goes before the slot
+# A witness is an abstract socket named after the holder and its hold: it is made under the slot and goes before the slot
 # goes. Of a process that is being killed, the kernel may take the slot back before the witness: it does not count.
 ACTORS = """
-import os, random, signal, socket, sys, time
+import itertools, os, random, signal, socket, sys, time
 from jaxguard import gpu_slot
 name, rounds, actors, share = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 report, tell = os.pipe()
@@ -101,18 +101,22 @@ def lives(pid):
         return False
     return words[0] not in "ZX" and not int(words[6]) & EXITING
 
-def holders(device):
+def seen(device):
     with open("/proc/net/unix") as table:
-        pids = {int(row.rpartition("/")[2]) for row in table if f"@{name}/{device}/" in row}
-    return sum(map(lives, pids))
+        return {row.strip() for row in table if f"@{name}/{device}/" in row}
+
+def holders(device):
+    # The table is not read in one moment, so one who goes and one who comes meanwhile are both in it: look twice.
+    words = {row.rpartition("@")[2] for row in seen(device)} & {row.rpartition("@")[2] for row in seen(device)}
+    return sum(lives(int(word.split("/")[-2])) for word in words)
 
 def act():
     random.seed()
-    while True:
+    for hold in itertools.count():
         witness = socket.socket(socket.AF_UNIX)
         with gpu_slot(gpus=share) as slot:
             device = slot.devices[0].id
-            witness.bind(f"\\0{name}/{device}/{os.getpid()}")
+            witness.bind(f"\\0{name}/{device}/{os.getpid()}/{hold}")
             if holders(device) > round(1 / slot.share):
                 os.write(tell, b"x")
             time.sleep(random.random() * 0.003)
