@@ -84,7 +84,7 @@ def test_a_request_for_several_is_not_starved(driver: Driver, asked: dict[str, o
             script.__exit__()
 
 
-# A witness is an abstract socket named after the holder and its hold: it is made under the slot and goes before the slot
+# A witness is an abstract socket, named after holder and hold: it is made under the slot and goes before the slot
 # goes. Of a process that is being killed, the kernel may take the slot back before the witness: it does not count.
 ACTORS = """
 import itertools, os, random, signal, socket, sys, time
