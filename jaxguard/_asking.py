@@ -73,8 +73,9 @@ def _request(running: _interrupts.Call, options: Options, *, for_this_process: b
     if options.cpus is not None:
         _environment.check_cpus(options.cpus, _environment.cores())
     if _shares.is_share(options.gpus):
+        env = _in_force.environment()
         for device in request.candidates:
-            _environment.memory_variables((device,), options.gpus, _in_force.environment())
+            _environment.memory_variables((device,), options.gpus, env)
     if not for_this_process:  # `gpu_slot` has looked at that in its own way
         _refuse_occupied(request)
     return request
@@ -111,12 +112,13 @@ def _refuse_occupied(request: _devices.Request) -> None:
     mine = [device for device in _jax_state.local_devices() if device.platform == "gpu"]
     if not mine:
         return
+    usable = len(_devices.usable())  # not the candidates: which of all GPUs JAX is on cannot be told from here
     text = (
-        f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {len(request.candidates)} GPUs "
+        f"JAX has started in this process (pid {os.getpid()}) on {len(mine)} of the {usable} GPUs "
         f"that its trials could use{_jax_state.starters()}, and keeps their memory until it ends. Start the program "
         "with JAX_PLATFORMS=cpu (workers still get their GPUs), or use no JAX arrays outside of the guarded function."
     )
-    if len(request.candidates) - len(mine) < request.take:
+    if usable - len(mine) < request.take:
         raise errors.JaxAlreadyStarted(text)
     if not _warned:
         _warned = True

@@ -99,7 +99,7 @@ def slot_count(*, gpus: float = 1, devices: Sequence[int | str] | None = None) -
     if _shares.is_share(asked.gpus) and asked.candidates[0].is_gpu:
         for device in asked.candidates:
             _shares.memory_fraction(asked.gpus, device.memory_bytes)
-    return len(asked.candidates) // asked.take * (_shares.UNITS // asked.units)
+    return len(asked.candidates) // asked.take * _shares.per_device(asked.gpus)
 
 
 def checked_devices(devices: Any) -> Listed | None:

@@ -128,24 +128,38 @@ class GpuSlot:
     def _take(self) -> _leases.Lease:
         if (lease := self._kept_one()) is not None:
             return lease
-        _refuse_started(self.gpus, self.devices)
+        listed = self.devices
+        if (lease := self._one_in_use()) is not None:
+            listed = tuple(device.id for device in lease.devices)
+        else:
+            _refuse_started(self.gpus, self.devices)
         with _interrupts.call("gpu_slot") as running:
-            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=self.devices)
+            options = _packing.Options(gpus=self.gpus, slot_timeout=self.slot_timeout, devices=listed)
             return _asking.lease_here(running, options, self._kept_one)
 
     def _kept_one(self) -> _leases.Lease | None:
         """A lease that this process keeps, and that suffices: its JAX is there."""
-        if not _kept or self.gpus == 0:
-            return None
-        ids = None if self.devices is None else {d.id for d in _devices.request(1, self.devices).candidates}
         with _turn:
-            for lease in _kept:
-                if self.gpus <= lease.gpus and (ids is None or ids.issuperset(device.id for device in lease.devices)):
-                    _kept.remove(lease)
-                    lease.resume()
-                    lease.tell(phase="running")
-                    return lease
-        return None
+            lease = next(filter(self._suffices, _kept), None)
+            if lease is not None:
+                _kept.remove(lease)
+                lease.resume()
+                lease.tell(phase="running")
+            return lease
+
+    def _one_in_use(self) -> _leases.Lease | None:
+        """A lease under which JAX has started here, of another thread's block: once JAX is there no other would do."""
+        if not _is_on_gpus():
+            return None
+        return next(filter(self._suffices, (block.lease for block in list(_blocks.values()))), None)
+
+    def _suffices(self, lease: _leases.Lease) -> bool:
+        if not 0 < self.gpus <= lease.gpus or not lease.devices[0].is_gpu:
+            return False
+        if self.devices is None:
+            return True
+        ids = {device.id for device in _devices.request(1, self.devices).candidates}
+        return ids.issuperset(device.id for device in lease.devices)
 
 
 @dataclass(eq=False)
@@ -209,12 +223,13 @@ def _refuse_started(gpus: float, listed: _devices.Listed | None) -> None:
     request = _devices.request(gpus, listed)
     if request.candidates[0].is_gpu:
         seen = sum(device.platform == "gpu" for device in devices)
-        if seen and gpus == len(request.candidates) and not _kept:
+        usable = len(_devices.usable())
+        if seen and gpus == usable and not _kept:
             return  # it sees no GPU that it will not hold
         text = (
             f"JAX has started in this process (pid {os.getpid()}) on {_names(devices)}{_jax_state.starters()}, before "
             f"gpu_slot could choose its devices. Open gpu_slot before the first JAX operation (jax.devices() and "
-            f"arrays count), hold all that JAX sees (gpus={len(request.candidates)}), or use isolated_jax_worker, "
+            f"arrays count), hold all that JAX sees (gpus={usable}), or use isolated_jax_worker, "
             "which starts JAX in a clean process."
         )
         raise errors.JaxAlreadyStarted(text)
@@ -238,11 +253,15 @@ def _jax_settings(slot: Slot, gpus: float) -> dict[str, Any]:
     return settings
 
 
+def _is_on_gpus() -> bool:
+    return any(device.platform == "gpu" for device in _jax_state.local_devices())
+
+
 def _let_go(lease: _leases.Lease) -> None:
-    if lease.devices[0].is_gpu and any(device.platform == "gpu" for device in _jax_state.local_devices()):
-        lease.rest()
+    if lease.devices[0].is_gpu and _is_on_gpus():
         with _turn:
-            _kept.append(lease)
+            _kept.append(lease)  # first: whatever goes wrong with saying so, the memory is still this process's
+            lease.rest()
         _interrupts.wake_all()  # another thread may be waiting for it
     else:
         lease.close()

@@ -168,8 +168,9 @@ def _excludes(path: str) -> bool:
     """Say whether locks exclude each other there. A place that somebody has locked, says so too: any user may."""
     place = _SPACING * (1 << 49) + int.from_bytes(os.urandom(4), "big")
     with ExitStack() as stack:
-        first, second = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for _ in range(2))
+        first = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         stack.callback(os.close, first)
+        second = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         stack.callback(os.close, second)
         try:
             return not _linux.lock_range(first, place, 1) or not _linux.lock_range(second, place, 1)
@@ -237,8 +238,10 @@ def _prepare(folder: str, *, make: bool) -> None:
             os.chmod(part, 0o755)  # noqa: S103 – for all users, whatever the umask says
         _check_folders(folder)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.fchmod(descriptor, 0o666)
-        os.close(descriptor)
+        try:
+            os.fchmod(descriptor, 0o666)
+        finally:
+            os.close(descriptor)
         logger.warning(
             "jaxguard: made %s. Slots exclude only programs whose %s is this directory, on a disk they share.",
             path,

@@ -26,7 +26,11 @@ class Record:
             self._file = os.memfd_create(_name(word), os.MFD_CLOEXEC)
             _descriptors.own(self._file)
         self._facts: dict[str, Any] = {}
-        self.tell(**facts)
+        try:
+            self.tell(**facts)
+        except BaseException:
+            self.close()
+            raise
 
     def tell(self, **facts: Any) -> None:
         """Add to what the record says, or change it."""

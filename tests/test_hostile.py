@@ -348,6 +348,63 @@ def test_a_kept_slot_is_for_its_devices(driver: Driver, started: Callable[[], No
         assert slot.devices[0].id == driver.ids[0]
 
 
+def test_a_thread_gets_no_other_card_than_jax_is_on(driver: Driver, started: Callable[[], None]) -> None:
+    """While one thread is on a card, another that asks for a second one is refused: its JAX would not be there."""
+    refused: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            gpu_slot(devices=[1], slot_timeout=0).__enter__()
+        except jaxguard.JaxAlreadyStarted as error:
+            refused.append(error)
+
+    with gpu_slot(devices=[0]):
+        started()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+    assert len(refused) == 1
+
+
+def test_a_worker_may_have_a_card_beside_its_parents(driver: Driver, started: Callable[[], None]) -> None:
+    """A parent whose JAX is on one of four cards keeps that one only: a call may choose another."""
+    with gpu_slot(devices=[0]):
+        started()
+    call = isolated_jax_worker(devices=[1], slot_timeout=0)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    assert call() == driver.ids[1]
+
+
+def test_a_card_is_kept_though_it_cannot_be_said(
+    driver: Driver, started: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When an idle holder has no descriptor left to say so, it still keeps the card."""
+
+    def broken(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many"), gpu_slot(devices=[0]):
+        started()
+        patch.setattr(_beacons, "light", broken)
+    assert not _leases.try_take(_devices.request(1, (0,)).candidates, 1)
+
+
+def test_a_probe_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two descriptors the first is closed when the second cannot be had."""
+    before = os.listdir("/proc/self/fd")
+    real, opened = os.open, []
+
+    def once(*about: Any) -> int:
+        if opened:
+            raise OSError(24, "Too many open files")
+        opened.append(real(*about))
+        return opened[0]
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many"):
+        patch.setattr(os, "open", once)
+        _locks._excludes("/dev/null")
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_nested_block_asks_for_the_same_devices(driver: Driver) -> None:
     """Inside a hold another device is refused, and one that is not there too."""
     with gpu_slot(devices=[0]) as outer:
