@@ -28,9 +28,10 @@ def stranger() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    yield int(process.stdout.readline())
+    pid = int(process.stdout.readline())
+    process.wait(30)  # as long as its parent is there it descends from the tests, which may hold a slot
+    yield pid
     process.stdin.close()
-    process.wait(30)
     process.stdout.close()
 
 
