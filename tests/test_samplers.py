@@ -57,6 +57,8 @@ CASES: dict[str, Case] = {
     "failures": (make_tpe, failing, {}),
     "maximize": (make_tpe, numbers, {"direction": "maximize"}),
 }
+FRESH = ("random", "tpe", "cmaes", "nsga2", "grid", "qmc", "hyperband", "failures")
+"""Also with a fresh process for each trial, which is slower."""
 PRUNES = {"tpe", "hyperband", "successive-halving", "median-constraints"}
 
 
@@ -85,8 +87,15 @@ def facts(study: optuna.Study) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize(
+    ("name", "reuse"),
+    [
+        pytest.param(name, reuse, id=f"{name}-{'warm' if reuse else 'fresh'}")
+        for name in CASES
+        for reuse in (True, False)
+        if reuse or name in FRESH
+    ],
+)
 def test_a_seeded_study_is_the_same_with_the_guard(fresh_guard: Any, name: str, reuse: bool) -> None:  # noqa: FBT001
     """With one job and one seed every trial equals that of an unguarded run: values, states, reports, constraints."""
     n_trials = None if name in {"grid", "brute-force"} else 14
