@@ -32,6 +32,7 @@ from . import (
     _output,
     _settings,
     _starting,
+    _store,
     _trials,
     _worker,
     errors,
@@ -71,6 +72,7 @@ class Worker:
         self.idle_since = 0.0
         self._status: int | None = None
         self._keeper_gone = False
+        self._private = setup.cache.private
         self._known: deque[bytes] = deque(maxlen=_worker.FUNCTIONS_KEPT)
         self._env = setup.env
         self._picture = setup.picture
@@ -170,6 +172,8 @@ class Worker:
             self._closed = True
             self._pipe.close()
             self._started.close()
+            if self._private is not None:
+                _store.remove_private(self._private)
 
     def __del__(self) -> None:
         """A worker that nobody has any more (an exception came between two steps) is ended, and its slot is free."""

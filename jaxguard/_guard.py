@@ -18,6 +18,7 @@ from typing import Any
 
 from . import (
     _asking,
+    _caching,
     _dialogue,
     _environment,
     _holds,
@@ -199,12 +200,14 @@ def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialog
         nonce=lease.nonce,
         preload=_starting.preload(),
         picture=packed.picture,
+        cache=packed.cache,
     )
     return _dialogue.Worker(lease, packed.key, packed.at_import, setup, lease_env)
 
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:
     """Leave in each trial how its run went, whether it succeeded or not."""
+    _caching.tell(talk.facts.get("notes", []))
     for trial in running.roots.trials:
         lease, facts = worker.lease, talk.facts
         value = {

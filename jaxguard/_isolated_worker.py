@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from . import (
     _asking,
+    _caching,
     _devices,
     _dialogue,
     _environment,
@@ -204,6 +205,7 @@ def isolated_jax_worker(
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
+    compile_cache: str = "shared",
     cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> IsolatedJaxWorker: ...
@@ -216,6 +218,7 @@ def isolated_jax_worker(
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
+    compile_cache: str = "shared",
     cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> Any:
@@ -241,6 +244,9 @@ def isolated_jax_worker(
         timeout: Seconds that a run may take, from the moment its process exists; `inf` for no limit.
         slot_timeout: Seconds to wait for a slot; 0 tries once, `inf` never gives up.
         reuse: Whether calls share warm processes, one at a time, instead of each having a fresh one.
+        compile_cache: Where compiled programs go: "shared" for this user's store, from which a worker takes what another
+            has compiled; "private" for a directory that goes with the worker; "off" for none; or the absolute path of a
+            directory, for a store of its own.
         cpus: How many cores the worker may use; None for its slot's share of them, near its GPU where the system tells.
         env: Environment variables of the worker, in force before anything is imported there; None unsets one.
 
@@ -280,6 +286,7 @@ def isolated_jax_worker(
         _checked_env(env),
         _devices.checked_devices(devices),
         _environment.checked_cpus(cpus),
+        _caching.checked(compile_cache),
     )
     guard = IsolatedJaxWorker(options)
     return guard if function is None else guard(function)

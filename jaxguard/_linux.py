@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import functools
 import os
+import re
 import select
 import signal
 import socket
@@ -20,6 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FLOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "beegfs", "gpfs", "glusterfs"}
 
 
 @functools.cache
@@ -174,6 +176,25 @@ def memory_bytes(pid: int | str = "self") -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def file_system(path: str) -> str:
+    """The kind of file system that a path is on. Source: proc(5), mountinfo."""
+    path, best, kind = os.path.realpath(path), "", ""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
+        for row in table:
+            left, _, right = row.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, right.split()[0]
+    return kind
+
+
+def is_on_network(path: str) -> bool:
+    """Say whether a path, which need not be there yet, is on a file system whose locks cannot be relied on."""
+    kind = file_system(path)
+    return kind in _NETWORK or kind.startswith("fuse")
 
 
 def check_platform() -> None:

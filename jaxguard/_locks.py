@@ -16,7 +16,6 @@ import errno
 import functools
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -35,7 +34,6 @@ _WAITING = 2048
 """Offset, behind a line's range, of the mark that somebody waits in it."""
 _PROTOCOLS = 64
 """How many protocols the marks can tell apart."""
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "beegfs", "gpfs", "glusterfs"}
 
 _warned = False
 
@@ -277,8 +275,8 @@ def _check_folders(folder: str) -> list[str]:
         if part == "/":
             break
         part = os.path.dirname(part)
-    kind = _file_system(os.path.normpath(folder))
-    if kind in _NETWORK or kind.startswith("fuse"):
+    if _linux.is_on_network(folder):
+        kind = _linux.file_system(folder)
         raise errors.JaxguardError(_refused(folder, f"it is on a network or user file system ({kind})"))
     return missing
 
@@ -302,16 +300,3 @@ def _refused(path: str, reason: str) -> str:
         f"local disk, it and all above it owned by root, with a file {_FILE!r}, owned by root and writable for all: "
         f"run one guarded call as root, which makes it, or `install -m 666 /dev/null DIRECTORY/{_FILE}`."
     )
-
-
-def _file_system(path: str) -> str:
-    """The kind of file system that a path is on. Source: proc(5), mountinfo."""
-    best, kind = "", ""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
-        for row in table:
-            left, _, right = row.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
-            inside = path == point or path.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, right.split()[0]
-    return kind

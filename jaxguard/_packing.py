@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import (
+    _caching,
     _calls,
     _descriptors,
     _devices,
@@ -37,6 +38,7 @@ class Options:
     env: tuple[tuple[str, str | None], ...] = ()
     devices: _devices.Listed | None = None
     cpus: int | None = None
+    compile_cache: str = _caching.SHARED
 
 
 class PackedCall:
@@ -56,6 +58,7 @@ class PackedCall:
             env = _asked_for(options)
             self.at_import = _starting.read_at_import(env)
             self.env = _environment.thread_variables() | env  # the user's own settings win
+            self.cache = _caching.plan(options.compile_cache, env)
             self.picture = _picture(options)
         except BaseException:
             self.close()
@@ -66,6 +69,7 @@ class PackedCall:
             options.cpus,
             options.env,
             _settings.devices(),
+            _caching.key_of(self.cache),
             tuple(sorted(self.at_import.items())),
         )
         """Calls with the same key can share a warm worker."""

@@ -1,59 +1,149 @@
-"""What JAX compiles in a worker, counted through its public monitoring events.
+"""The programs that JAX compiles or loads in this process, watched through its public monitoring events.
 
-Events are sent synchronously by the thread that compiles. Names of events are JAX's: see `jax.monitoring`.
+JAX sends an event in the thread that needs a program before it looks for it in its persistent cache, and another when
+it has compiled or loaded it, or failed. Listeners are called synchronously, so whoever is told before may take the
+time to put the program there. Names of events are JAX's, see `jax.monitoring`.
+
+The key under which JAX stores a program has no public door: the logger of JAX's module for keys tells it, in the same
+thread, just before. If it should fall silent one day, programs have no key: they are still stored and found, only
+nobody waits for another who compiles the same one. A test tells.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import sys
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+from . import _entries
+
+_REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_KEYS = "jax._src.cache_key"
+_SAYS_A_KEY = "after serializing"
+_DRESS = re.compile(r"^(jit|pjit|pmap)[_(]|\)$")
+
+logger = logging.getLogger("jaxguard")
 
 
-class Counts:
-    """Compilations of this process since the last look."""
+@dataclass
+class Program:
+    """One program that was compiled or loaded."""
+
+    key: str | None = None
+    function: str = ""
+    hit: bool = False
+    failed: bool = False
+    compile_s: float = 0.0
+    saved_s: float = 0.0
+    waited_s: float = 0.0
+    """How long it was waited for while another process compiled it."""
+    fetched: bool = False
+    """Whether it was put where JAX looks for it."""
+    stored: bool = True
+    """Whether JAX stores such a program."""
+    behind: BaseException | None = None
+    """What was being handled when the program was asked for: no failure of its own."""
+
+
+@dataclass
+class _Thread(threading.local):
+    key: str | None = None
+    programs: list[Program] = field(default_factory=list)
+    """Those on their way, the innermost last: to compile one may take another."""
+
+
+class Watch:
+    """Keeps a list of the programs of this process, and tells somebody before and after each."""
 
     def __init__(self) -> None:
+        self.before: Callable[[Program], None] = lambda _: None
+        self.after: Callable[[Program], None] = lambda _: None
+        self._here = _Thread()
         self._lock = threading.Lock()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._compiles, self._compile_s, self._hits, self._saved_s = 0, 0.0, 0, 0.0
+        self._done: list[Program] = []
 
     def listen(self) -> None:
-        """Start counting; before any user code, so that nothing is missed."""
+        """Start watching; before any user code, so that nothing is missed."""
         import jax.monitoring
 
         jax.monitoring.register_event_listener(self._event)
         jax.monitoring.register_event_duration_secs_listener(self._duration)
+        logging.getLogger(_KEYS).addFilter(self._overhear)
+        self.listen_for_keys()
+
+    def listen_for_keys(self) -> None:
+        """Have JAX tell keys, again after somebody has set the levels of loggers."""
+        logging.getLogger(_KEYS).setLevel(logging.DEBUG)
+
+    def take(self) -> list[Program]:
+        """The programs since the last look."""
+        with self._lock:
+            done, self._done = self._done, []
+        return done
+
+    # ------------------------------------------------------------ what JAX calls
+
+    def _overhear(self, record: logging.LogRecord) -> bool:
+        """Read the key; let pass only what would have been logged without us."""
+        try:
+            if _SAYS_A_KEY in str(record.msg) and isinstance(record.args, tuple) and _entries.is_key(record.args[-1]):
+                self._here.key = str(record.args[-1])
+        except Exception:  # noqa: BLE001 – a record of another form
+            self._here.key = None
+        above = logging.getLogger(_KEYS).parent
+        return above is None or above.isEnabledFor(record.levelno)
 
     def _event(self, event: str, **_: Any) -> None:
-        if event == _HIT:
-            with self._lock:
-                self._hits += 1
+        here = self._here
+        if event == _REQUEST:
+            program = Program(key=here.key, behind=sys.exc_info()[1])
+            here.key = None
+            here.programs.append(program)
+            began = time.monotonic()
+            self._tell(self.before, program)
+            program.waited_s = time.monotonic() - began
+        elif event == _HIT and here.programs:
+            here.programs[-1].hit = True
 
-    def _duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _duration(self, event: str, duration_secs: float, **named: str | int) -> None:
+        here = self._here
+        if event == _SAVED and here.programs:
+            here.programs[-1].saved_s = max(here.programs[-1].saved_s, duration_secs)
+        if event != _COMPILED:
+            return
+        program = here.programs.pop() if here.programs else Program(behind=sys.exc_info()[1])
+        program.function = _DRESS.sub("", str(named.get("fun_name") or ""))
+        error = sys.exc_info()[1]
+        program.failed = error is not None and error is not program.behind
+        program.behind = None
+        if not program.hit:
+            program.compile_s = max(0.0, duration_secs - program.waited_s)
+        self._tell(self.after, program)
         with self._lock:
-            if event == _COMPILED:
-                self._compiles += 1
-                self._compile_s += duration_secs
-            elif event == _SAVED:
-                self._saved_s += max(0.0, duration_secs)
+            self._done.append(program)
 
-    def take(self) -> dict[str, float]:
-        """The counts under the names that the trial's attribute has; then begin again from zero.
+    @staticmethod
+    def _tell(somebody: Callable[[Program], None], program: Program) -> None:
+        """A listener of JAX must not raise: it would fail the user's step."""
+        try:
+            somebody(program)
+        except Exception:
+            logger.debug("jaxguard: the store failed for %s", program.function, exc_info=True)
 
-        JAX reports reading an executable from its cache as a compilation too: those are hits, not compilations.
-        """
-        with self._lock:
-            counts = {
-                "compiles": max(0, self._compiles - self._hits),
-                "compile_s": round(self._compile_s, 4),
-                "cache_hits": self._hits,
-                "saved_s": round(self._saved_s, 4),
-            }
-            self._reset()
-        return counts
+
+def facts(programs: list[Program]) -> dict[str, Any]:
+    """What a trial's attribute says of its programs."""
+    return {
+        "compiles": sum(not program.hit for program in programs),
+        "compile_s": round(sum(program.compile_s for program in programs), 4),
+        "cache_hits": sum(program.hit for program in programs),
+        "saved_s": round(sum(program.saved_s for program in programs), 4),
+    }

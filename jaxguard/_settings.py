@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 DEVICES = "JAXGUARD_DEVICES"
 DIR = "JAXGUARD_DIR"
+CACHE_DIR = "JAXGUARD_CACHE_DIR"
 ALLOW_FOREIGN = "JAXGUARD_ALLOW_FOREIGN"
 INLINE = "JAXGUARD_INLINE"
 HOLD = "JAXGUARD_HOLD"
@@ -67,6 +68,23 @@ def directory() -> str | None:
         )
         raise ValueError(message)
     return "/" + text.lstrip("/")
+
+
+def cache_directory() -> str | None:
+    """Read JAXGUARD_CACHE_DIR: where compiled programs are kept, if not in the user's cache directory.
+
+    Raises:
+        ValueError: If the value is not an absolute path.
+    """
+    text = os.environ.get(CACHE_DIR, "")
+    if not text:
+        return None
+    if not os.path.isabs(text) or len(text) > _LONGEST_PATH:
+        message = (
+            f"{CACHE_DIR}={text!r} is not valid. Valid is: the absolute path of a directory of yours, on this host."
+        )
+        raise ValueError(message)
+    return text
 
 
 def inline() -> bool:

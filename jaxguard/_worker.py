@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from . import (
     _answers,
+    _caching,
     _calls,
     _descriptors,
     _devices,
@@ -33,7 +34,6 @@ from . import (
     _jax_state,
     _keeper,
     _linux,
-    _programs,
     _trials,
     errors,
 )
@@ -58,6 +58,7 @@ class Setup:
     devices: tuple[_gpus.Device, ...]
     nonce: str
     preload: list[str]
+    cache: _caching.Plan
     picture: bytes
     """The parent's `_inherited.capture`, pickled: reading it may import things, so the environment comes first."""
 
@@ -181,8 +182,7 @@ class _Desk:
         self._setup = setup
         self._pipe = pipe
         self._functions: dict[bytes, Callable[[], Callable[..., Any]]] = {}
-        self._counts = _programs.Counts()
-        self._counts.listen()
+        self._cache = _caching.Cache(setup.cache, setup.devices)
 
     def serve(self) -> int:
         """Serve until it is over; return the exit code."""
@@ -212,6 +212,7 @@ class _Desk:
         if picture is not None:
             _inherited.apply(pickle.loads(picture))
             _inherited.apply_changing(pickle.loads(picture))
+            self._cache.watch.listen_for_keys()
 
     def _do(self, job: Job, descriptors: list[int]) -> int | None:
         """Do one job and answer; return an exit code if this worker is over."""
@@ -242,7 +243,7 @@ class _Desk:
             "trusted": trusted,
             "memory_bytes": _linux.memory_bytes(),
             "peak_memory_bytes": _peak_memory_bytes(),
-            **self._counts.take(),
+            **self._cache.take_facts(),
         }
         _trials.close_call(kind, _answers.with_facts(facts, answer), last=job.last)
         _descriptors.close(*answer.descriptors)

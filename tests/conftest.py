@@ -71,6 +71,23 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """Keep the compiled programs of the tests apart from those of the user, and show where."""
+    path = (
+        tmp_path_factory.getbasetemp().parent / "programs"
+        if "PYTEST_XDIST_WORKER" in os.environ
+        else tmp_path_factory.mktemp("programs")
+    )
+    before = os.environ.get("JAXGUARD_CACHE_DIR")
+    os.environ["JAXGUARD_CACHE_DIR"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["JAXGUARD_CACHE_DIR"]
+    else:
+        os.environ["JAXGUARD_CACHE_DIR"] = before
+
+
 @pytest.fixture(autouse=True)
 def slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Give the test two CPU slots in a namespace of its own; `slots(n)` asks for another number."""

@@ -225,14 +225,14 @@ def test_a_user_cannot_make_it(shared: pathlib.Path, as_nobody: Callable[..., li
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "9p", "ceph"])
 def test_a_network_file_system_is_refused(shared: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Its locks may span hosts, or exclude nobody."""
-    monkeypatch.setattr(_locks, "_file_system", lambda _: kind)
+    monkeypatch.setattr(_linux, "file_system", lambda _: kind)
     assert f"it is on a network or user file system ({kind})" in refusal(shared)
 
 
 def test_the_file_system_of_a_path() -> None:
     """The mount table names it."""
-    assert _locks._file_system("/proc/self") == "proc"
-    assert _locks._file_system("/dev/shm/x") in {"tmpfs", "overlay", "ext4", "xfs", "btrfs"}
+    assert _linux.file_system("/proc/self") == "proc"
+    assert _linux.file_system("/dev/shm/x") in {"tmpfs", "overlay", "ext4", "xfs", "btrfs"}
 
 
 @root_only

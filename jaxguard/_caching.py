@@ -1,0 +1,204 @@
+"""Which compilation cache a worker's JAX uses: what a guard was told, and what the user has set for JAX itself.
+
+The calling process decides, the worker carries it out. A user's own settings of JAX's cache win over the default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _flights, _programs, _settings, _store, errors
+from ._gpus import Device
+
+logger = logging.getLogger("jaxguard")
+
+SHARED, PRIVATE, OFF = "shared", "private", "off"
+_DEFAULTS: dict[str, Any] = {
+    "jax_compilation_cache_dir": None,
+    "jax_enable_compilation_cache": True,
+    "jax_compilation_cache_max_size": -1,
+    "jax_persistent_cache_min_compile_time_secs": 1.0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+    "jax_persistent_cache_enable_xla_caches": "xla_gpu_per_fusion_autotune_cache_dir",
+}
+"""JAX's settings of its cache, and the values that they have when nobody has set them."""
+_OURS: dict[str, Any] = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # else the directory is part of each key
+}
+
+_ASIDE = (
+    "jaxguard: a guarded function has set a directory for JAX's compilation cache. It is used, and the programs of that "
+    'worker are not shared from then on. compile_cache="off" says that this is wanted.'
+)
+
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker does about its compilation cache."""
+
+    way: str = OFF
+    root: str = ""
+    name: str = ""
+    """The name of the worker's own directory."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """The user's own settings for JAX, set in the calling process."""
+
+    @property
+    def private(self) -> str | None:
+        """The worker's own directory, to be removed when it has ended."""
+        return _store.private_path(self.root, self.name) if self.root else None
+
+
+def checked(compile_cache: Any) -> str:
+    """Give a valid `compile_cache=` back.
+
+    Raises:
+        TypeError: If it is not text.
+        ValueError: If it is none of the words that are valid, and no absolute path.
+    """
+    if isinstance(compile_cache, os.PathLike):
+        compile_cache = os.fspath(compile_cache)
+    valid = 'Valid are: "shared" (the default), "private", "off", or the absolute path of a directory.'
+    if not isinstance(compile_cache, str):
+        text = f"compile_cache must be text or a path, not {compile_cache!r}. {valid}"
+        raise TypeError(text)
+    if compile_cache not in {SHARED, PRIVATE, OFF} and not os.path.isabs(compile_cache):
+        text = f"compile_cache={compile_cache!r} is not valid. {valid}"
+        raise ValueError(text)
+    return compile_cache
+
+
+def plan(compile_cache: str, env: Mapping[str, str]) -> Plan:
+    """Decide, at a call, for a worker that will have this environment.
+
+    Raises:
+        ValueError: If a guard and the user's own settings for JAX say different things.
+    """
+    by_hand = _set_by_hand()
+    own = sorted({*by_hand, *(name for name in _DEFAULTS if env.get(name.upper()))})
+    if not own:
+        if compile_cache == OFF:
+            return Plan()
+        directory = compile_cache if os.path.isabs(compile_cache) else _store.root()
+        return Plan(PRIVATE if compile_cache == PRIVATE else SHARED, directory, secrets.token_hex(8))
+    words = ", ".join(name.upper() if name.upper() in env else f"jax.config.{name}" for name in own)
+    if compile_cache not in {SHARED, OFF}:
+        text = (
+            f"compile_cache={compile_cache!r} and {words} are both set, and only one can be in force. Unset the second "
+            "(jaxguard sets up JAX's cache by itself), or leave compile_cache= away."
+        )
+        raise ValueError(text)
+    if compile_cache == SHARED:
+        _tell_once(
+            f"jaxguard: {words} is set, so JAX's compilation cache is yours: workers use it as it is, and do not share "
+            f'programs by way of jaxguard. Unset it to have that, or say compile_cache="off".'
+        )
+    return Plan(own=by_hand)
+
+
+def key_of(plan: Plan) -> tuple[object, ...]:
+    """What two calls must have in common to use the same warm worker."""
+    return plan.way, plan.root, tuple(sorted(plan.own.items()))
+
+
+def _set_by_hand() -> dict[str, Any]:
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return {}
+    values = {name: getattr(jax.config, name, default) for name, default in _DEFAULTS.items()}
+    return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        logger.warning("%s", text)
+
+
+def tell(notes: list[str]) -> None:
+    """Say what workers had to say, each thing once."""
+    for note in notes:
+        _tell_once(note)
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+class Cache:
+    """What a worker has of all that."""
+
+    def __init__(self, plan: Plan, devices: tuple[Device, ...]) -> None:
+        self.watch = _programs.Watch()
+        self._flights: _flights.Flights | None = None
+        self._notes: list[str] = []
+        self.watch.listen()
+        import jax
+
+        for name, value in plan.own.items():
+            jax.config.update(name, value)
+        if plan.way == OFF:
+            return
+        try:
+            store = _store.Store(plan.root, kind_of(devices))
+            private = store.enter(plan.name)
+        except errors.JaxguardError as error:
+            self._notes.append(_lost(str(error)))
+            return
+        except OSError as error:
+            self._notes.append(_lost(f"{error.strerror}: {error.filename or plan.root}"))
+            return
+        for name, value in {**_OURS, "jax_compilation_cache_dir": private}.items():
+            jax.config.update(name, value)
+        if plan.way == SHARED:
+            self._flights = _flights.Flights(
+                store, private, lambda: bool(jax.config.values["jax_compilation_cache_dir"] == private)
+            )
+            self.watch.before, self.watch.after = self._flights.before, self._flights.after
+            store.tidy()
+
+    def take_facts(self) -> dict[str, Any]:
+        """What there is to say since the last look."""
+        notes, self._notes = self._notes, []
+        if self._flights is not None:
+            notes += [_lost(reason) for reason in self._flights.take_lost()]
+            if self._flights.take_aside():
+                notes.append(_ASIDE)
+        return {**_programs.facts(self.watch.take()), "notes": notes}
+
+
+def _lost(reason: str) -> str:
+    return (
+        f"jaxguard: compiled programs are not kept: {reason}. Trials run, and each compiles for itself. "
+        f"{_settings.CACHE_DIR} names another directory."
+    )
+
+
+def kind_of(devices: tuple[Device, ...]) -> str:
+    """A name for the programs that this jaxlib makes for this hardware: others are of no use to it."""
+    from jaxlib.version import __version__ as version
+
+    gpus = sorted({re.sub(r"[^A-Za-z0-9]+", "-", device.kind) for device in devices if device.is_gpu})
+    return ",".join([f"jaxlib-{version}", *gpus, f"cpu-{_cpu()}"])
+
+
+def _cpu() -> str:
+    """The model of the processor and what it can do, as a short text."""
+    words: dict[str, str] = {}
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            words.setdefault(name.strip(), value.strip())
+    known = [words.get(name, "") for name in ("model name", "CPU part", "flags", "Features")]
+    return hashlib.blake2b("\n".join(known).encode(), digest_size=4).hexdigest()

@@ -1,0 +1,121 @@
+"""One of many compiles, the others wait for it: a worker's side of the store.
+
+Before JAX looks for a program in the worker's directory, it is fetched from the store; if it is not there, one worker
+of all takes the flight and compiles it, and the others wait until it is published, side by side with what else they
+do. A wait has a bound, and nobody who has a flight waits for another: so nobody waits for ever, and nobody in a circle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from . import _descriptors, _entries, _store
+from ._programs import Program
+
+_LONGEST_WAIT_S = 300.0
+_SAY_SO_S = 30.0
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.05
+
+logger = logging.getLogger("jaxguard")
+
+
+class Flights:
+    """Puts each program where JAX looks for it, or lets JAX compile it for all."""
+
+    def __init__(self, store: _store.Store, private: str, ours: Callable[[], bool]) -> None:
+        self._store = store
+        self._private = private
+        self._ours = ours
+        """Says whether JAX still looks there: user code may have given it another directory."""
+        self._here = threading.local()
+        self._lost: set[str] = set()
+        self._aside = False
+
+    def take_lost(self) -> list[str]:
+        """What could not be kept since the last look, in words."""
+        lost, self._lost = sorted(self._lost), set()
+        return lost
+
+    def take_aside(self) -> bool:
+        """Say whether a program went past the store since the last look, because user code wants that."""
+        aside, self._aside = self._aside, False
+        return aside
+
+    # ------------------------------------------------------------ for each program
+
+    def before(self, program: Program) -> None:
+        """Fetch a program, or become the one who compiles it, or wait for that one."""
+        if not self._ours():
+            self._aside = True
+            return
+        try:
+            if program.key is None:
+                self._store.fetch_all(self._private)
+            elif not self._fetch(program) and not self._store.is_marked(program.key):
+                self._take_flight(program, program.key)
+        except OSError as error:
+            self._lose(error)
+
+    def after(self, program: Program) -> None:
+        """Publish what was compiled, and let the flight go."""
+        flight = self._flights.pop(id(program), None)
+        try:
+            if program.key is not None and not program.hit and not program.failed and self._ours():
+                self._keep(program, program.key)
+        except _entries.Torn as torn:
+            self._lost.add(f"{torn} could not be written whole (is the disk full?)")
+        except OSError as error:
+            self._lose(error)
+        finally:
+            if flight is not None:
+                _descriptors.close(flight)
+
+    def _lose(self, error: OSError) -> None:
+        self._lost.add(f"{error.strerror or error}: {error.filename or self._store.path}")
+
+    @property
+    def _flights(self) -> dict[int, int]:
+        """Those of this thread, by program."""
+        flights: dict[int, int] = self._here.__dict__.setdefault("flights", {})
+        return flights
+
+    def _fetch(self, program: Program) -> bool:
+        seal = self._store.fetch(program.key or "", self._private)
+        if seal is not None:
+            program.fetched = True
+            program.saved_s = float(seal.get("compile_s", 0.0))
+        return seal is not None
+
+    def _take_flight(self, program: Program, key: str) -> None:
+        began, poll_s, said = time.monotonic(), _SHORTEST_POLL_S, False
+        while (flight := self._store.take_flight(key)) is None:
+            waited = time.monotonic() - began
+            if self._flights:  # this thread compiles another one already: it waits for nobody
+                return
+            if waited > _LONGEST_WAIT_S:
+                self._store.mark(key, f"was not compiled within {_LONGEST_WAIT_S:.0f} s")
+                logger.warning(
+                    "jaxguard: waited %.0f s for another worker to compile a program; compiling it here", waited
+                )
+                return
+            if waited > _SAY_SO_S and not said:
+                said = True
+                logger.warning(
+                    "jaxguard: another worker compiles the same program; waiting for it since %.0f s", waited
+                )
+            time.sleep(poll_s)
+            poll_s = min(_LONGEST_POLL_S, 1.5 * poll_s)
+        self._flights[id(program)] = flight
+        if self._fetch(program):  # the one before us has published it
+            _descriptors.close(self._flights.pop(id(program)))
+
+    def _keep(self, program: Program, key: str) -> None:
+        if program.fetched:  # it was there, and JAX could not read it
+            self._store.discard(key, self._private)
+        elif not self._store.publish(key, self._private, function=program.function, compile_s=program.compile_s):
+            _entries.check_writable(self._private)
+            program.stored = False
+            self._store.mark(key, "JAX does not store it")

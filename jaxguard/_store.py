@@ -1,0 +1,306 @@
+"""The store of compiled programs: one for each user, on a local disk.
+
+    private/NAME/               where one worker's JAX reads and writes; gone with the worker
+    KIND/entries/KEY/           a program: JAX's file, and a seal that says what it is and what its bytes are
+    KIND/marks/KEY              a program that JAX does not store
+    KIND/flights                one byte for each program: locked while somebody compiles it
+
+JAX writes its cache entries in place, and keeps one that was torn by a kill for ever. Here an entry is written in the
+worker's own directory, checked, sealed, and moved into the store by one rename: it is there whole, or not at all. A
+reader takes it by a hard link, so removing it takes it from nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import _descriptors, _entries, _linux, _settings, errors
+
+MARKS_LAST_S = 24 * 3600.0
+MOST_BYTES = 10 << 30
+"""How big the store gets before those programs go that were not used for longest."""
+_LAYOUT = "v1"
+_ALIVE = ".alive"
+_TIDY_EVERY_S = 3600.0
+
+
+def root() -> str:
+    """Where the store is: JAXGUARD_CACHE_DIR, or the user's cache directory, or, if that is on a network, /var/tmp."""
+    if (given := _settings.cache_directory()) is not None:
+        return given
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    path = os.path.join(base, "jaxguard")
+    return f"/var/tmp/jaxguard-{os.geteuid()}" if _linux.is_on_network(path) else path  # noqa: S108 – checked at `open`
+
+
+def private_path(root: str, name: str) -> str:
+    """The directory of one worker."""
+    return os.path.join(root, _LAYOUT, "private", name)
+
+
+def remove_private(path: str) -> None:
+    """Remove the directory of a worker that has ended; what cannot be removed now is swept by a later worker."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A program in the store."""
+
+    key: str
+    path: str
+    bytes: int
+    used: float
+    """When it was last used, in seconds since 1970."""
+
+
+class Store:
+    """The programs of one kind: those that one jaxlib made for one sort of hardware."""
+
+    def __init__(self, root: str, kind: str) -> None:
+        """Open a store, or make it.
+
+        Raises:
+            JaxguardError: If others could change what is in it, or locks cannot be relied on there.
+            OSError: If it cannot be made or written.
+        """
+        _refuse_unsafe(root)
+        self.root = os.path.join(root, _LAYOUT)
+        self.path = os.path.join(self.root, kind)
+        for folder in ("entries", "marks"):
+            os.makedirs(os.path.join(self.path, folder), 0o700, exist_ok=True)
+        os.makedirs(os.path.join(self.root, "private"), 0o700, exist_ok=True)
+        _refuse_unsafe(root)  # made just now, or by somebody else meanwhile
+        self._flights = os.path.join(self.path, "flights")
+
+    # ------------------------------------------------------------ a worker's own directory
+
+    def enter(self, name: str) -> str:
+        """Make the directory of a worker, and hold it for as long as this process lives."""
+        path = os.path.join(self.root, "private", name)
+        while True:
+            os.makedirs(path, 0o700, exist_ok=True)
+            try:
+                descriptor = _open(os.path.join(path, _ALIVE))
+            except FileNotFoundError:  # swept in this moment
+                continue
+            if _linux.lock_range(descriptor, 0, 1) and _is_at(descriptor, os.path.join(path, _ALIVE)):
+                break
+            _descriptors.close(descriptor)
+        self._sweep()
+        return path
+
+    def _sweep(self) -> None:
+        """Remove the directories of workers that ended without anybody to do it for them."""
+        folder = os.path.join(self.root, "private")
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            try:
+                descriptor = _open(os.path.join(path, _ALIVE))
+            except OSError:  # being removed
+                continue
+            try:
+                if _linux.lock_range(descriptor, 0, 1):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                _descriptors.close(descriptor)
+
+    # ------------------------------------------------------------ programs
+
+    def fetch(self, key: str, into: str) -> dict[str, Any] | None:
+        """Put a program where JAX looks for it; return its seal, or None if there is none that is whole."""
+        folder = self._entry(key)
+        found = _entries.sealed(folder)
+        if found is None:
+            if os.path.isdir(folder):
+                self.discard(key)
+            return None
+        name, seal = found
+        try:
+            _entries.link(os.path.join(folder, name), os.path.join(into, name))
+            os.utime(folder)
+        except FileNotFoundError:  # pruned in this moment
+            return None
+        return seal
+
+    def fetch_all(self, into: str) -> None:
+        """The same for all programs, for a JAX that does not tell which one it wants."""
+        for key in os.listdir(os.path.join(self.path, "entries")):
+            if not any(name.endswith(f"-{key}{_entries.SUFFIX}") for name in os.listdir(into)):
+                self.fetch(key, into)
+
+    def publish(self, key: str, private: str, **facts: Any) -> bool:
+        """Move what JAX wrote for a program into the store; say whether there was anything.
+
+        Raises:
+            _entries.Torn: If JAX could not write all of it.
+            OSError: If the store cannot be written.
+        """
+        name = next((name for name in os.listdir(private) if name.endswith(f"-{key}{_entries.SUFFIX}")), None)
+        if name is None:
+            return False
+        path = os.path.join(private, name)
+        data = _entries.read(path)
+        if not _entries.is_whole(data):
+            os.unlink(path)
+            raise _entries.Torn(name)
+        building = os.path.join(private, f".new-{secrets.token_hex(8)}")
+        os.mkdir(building, 0o700)
+        try:
+            _entries.link(path, os.path.join(building, name))
+            seal = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), **facts}
+            with open(os.path.join(building, _entries.SEAL), "w", encoding="utf-8") as file:
+                json.dump(seal, file)
+            os.rename(building, self._entry(key))
+        except OSError:
+            shutil.rmtree(building, ignore_errors=True)
+            if not os.path.isdir(self._entry(key)):  # else another was faster, with the same program
+                raise
+        return True
+
+    def discard(self, key: str, private: str | None = None) -> None:
+        """Take a program out of the store; those who read it go on reading."""
+        for name in os.listdir(private) if private else []:
+            if name.endswith(f"-{key}{_entries.SUFFIX}"):
+                os.unlink(os.path.join(private or "", name))
+        grave = os.path.join(self.root, "private", f".gone-{secrets.token_hex(8)}")
+        try:
+            os.rename(self._entry(key), grave)
+        except OSError:  # somebody else has done it
+            return
+        shutil.rmtree(grave, ignore_errors=True)
+
+    def entries(self) -> Iterator[Entry]:
+        """All programs."""
+        folder = os.path.join(self.path, "entries")
+        for key in os.listdir(folder):
+            path = os.path.join(folder, key)
+            try:
+                files = [os.stat(os.path.join(path, name)) for name in os.listdir(path)]
+                yield Entry(key, path, sum(found.st_size for found in files), os.stat(path).st_mtime)
+            except OSError:  # removed in this moment
+                continue
+
+    def is_sound(self, entry: Entry) -> bool:
+        """Say whether the bytes of a program are those that were sealed."""
+        return _entries.sealed(entry.path) is not None
+
+    def prune(self, goes: Callable[[Entry], bool] | None = None, most_bytes: float = MOST_BYTES) -> list[Entry]:
+        """Remove programs: those that `goes` names, and those not used for longest until the rest fits."""
+        gone, kept, total = [], sorted(self.entries(), key=lambda entry: -entry.used), 0
+        for entry in kept:
+            total += entry.bytes
+            if total > most_bytes or (goes is not None and goes(entry)):
+                total -= entry.bytes
+                gone.append(entry)
+                self.discard(entry.key)
+        return gone
+
+    def tidy(self) -> None:
+        """Keep the store within its bounds; looked at once an hour, by one worker."""
+        import filelock
+
+        stamp = os.path.join(self.path, "tidied")
+        try:
+            if 0 <= time.time() - os.stat(stamp).st_mtime < _TIDY_EVERY_S:
+                return
+        except FileNotFoundError:
+            pass
+        try:
+            with filelock.FileLock(os.path.join(self.path, "tidy.lock"), timeout=0):
+                with open(stamp, "w", encoding="utf-8"):
+                    pass
+                self.prune()
+                marks = os.path.join(self.path, "marks")
+                for key in os.listdir(marks):
+                    if not self.is_marked(key):
+                        os.unlink(os.path.join(marks, key))
+        except filelock.Timeout:
+            pass
+
+    # ------------------------------------------------------------ who compiles, and what cannot be kept
+
+    def take_flight(self, key: str) -> int | None:
+        """Become the one who compiles a program: a descriptor to close when it is done, or None if somebody is."""
+        descriptor = _open(self._flights)
+        if _linux.lock_range(descriptor, int(key[:15], 16), 1):
+            return descriptor
+        _descriptors.close(descriptor)
+        return None
+
+    def mark(self, key: str, why: str) -> None:
+        """Note that nobody shall wait for a program: JAX does not store it."""
+        with open(os.path.join(self.path, "marks", key), "w", encoding="utf-8") as file:
+            file.write(why)
+
+    def is_marked(self, key: str) -> bool:
+        """Say whether nobody shall wait for a program. Marks expire, and one from the future counts as expired."""
+        try:
+            return 0 <= time.time() - os.stat(os.path.join(self.path, "marks", key)).st_mtime < MARKS_LAST_S
+        except FileNotFoundError:
+            return False
+
+    def _entry(self, key: str) -> str:
+        return os.path.join(self.path, "entries", key)
+
+
+def kinds(root: str) -> list[str]:
+    """The kinds of programs that there are in a store."""
+    try:
+        names = os.listdir(os.path.join(root, _LAYOUT))
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if name != "private")
+
+
+# ---------------------------------------------------------------- files
+
+
+def _open(path: str) -> int:
+    with _descriptors.creating():
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _descriptors.own(descriptor)
+    return descriptor
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_unsafe(root: str) -> None:
+    """Raise unless all that is there of a path can be changed by this user and root only: programs are code."""
+    if _linux.is_on_network(root):
+        text = f"{root} is on a network file system, where its locks cannot be relied on"
+        raise errors.JaxguardError(text)
+    me, part, first = os.geteuid(), os.path.realpath(root), True
+    while True:
+        try:
+            found = os.stat(part)
+        except FileNotFoundError:
+            found = None
+        if found is not None:
+            writable = stat.S_IWOTH | (stat.S_IWGRP if first else 0)
+            if found.st_uid != me and (first or found.st_uid != 0):
+                text = f"{part} belongs to {_linux.user(found.st_uid)}, and programs are code"
+                raise errors.JaxguardError(text)
+            if found.st_mode & writable and (first or not found.st_mode & stat.S_ISVTX):
+                text = f"others can write in {part} (mode {found.st_mode & 0o7777:o}), and programs are code"
+                raise errors.JaxguardError(text)
+        first = False
+        if part == "/":
+            return
+        part = os.path.dirname(part)
