@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._devices import slot_count
     from ._gpu_slot import gpu_slot
     from ._isolated_worker import isolated_jax_worker
+    from ._report import compile_report
     from ._trial_jit import trial_jit
     from .errors import (
         ForkedAfterJax,
@@ -33,6 +34,7 @@ __all__ = [
     "SlotTimeout",
     "WorkerDied",
     "WorkerTimeout",
+    "compile_report",
     "gpu_slot",
     "isolated_jax_worker",
     "slot_count",
@@ -42,6 +44,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "compile_report": "_report",
     "gpu_slot": "_gpu_slot",
     "isolated_jax_worker": "_isolated_worker",
     "slot_count": "_devices",

@@ -51,6 +51,12 @@ def _slots(options: argparse.Namespace) -> int:
     return _slots.run(options)
 
 
+def _cache(options: argparse.Namespace) -> int:
+    from . import _cache
+
+    return int(getattr(_cache, options.action)(options))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxguard", description="Guards for parallel JAX trials on one host.")
     parser.add_argument("--version", action=_Version, help="show the version and exit")
@@ -98,7 +104,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     slots.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
     slots.set_defaults(command=_slots)
+    _add_cache(commands)
     return parser
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="show, check and prune the compiled programs that are kept",
+        description=(
+            "Show where the compiled programs of this user are kept, how many there are and how big. What is removed, "
+            "here or by hand, is taken from no worker that runs: it is compiled again when it is needed next."
+        ),
+    )
+    json = argparse.ArgumentParser(add_help=False)
+    json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print it as JSON, for scripts")
+    cache.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
+    cache.set_defaults(command=_cache, action="show")
+    actions = cache.add_subparsers(title="actions", metavar="ACTION")
+
+    verify = actions.add_parser(
+        "verify",
+        parents=[json],
+        help="find entries that are torn, and remove them",
+        description="Check each entry, and remove those that are torn: JAX would warn of them, and compile, for ever.",
+    )
+    verify.add_argument(
+        "path", nargs="?", metavar="PATH", help="a directory of JAX's own compilation cache (default: jaxguard's store)"
+    )
+    verify.set_defaults(action="verify")
+
+    prune = actions.add_parser("prune", parents=[json], help="remove programs by age or size")
+    prune.add_argument(
+        "--older-than", type=_read("as_seconds"), metavar="AGE", help="those not used for so long: 12h, 30d, 4w"
+    )
+    prune.add_argument(
+        "--max-size",
+        type=_read("as_bytes"),
+        metavar="SIZE",
+        help="those not used for longest, until so much is left: 10GB",
+    )
+    prune.set_defaults(action="prune", refuse=prune.error)
+
+
+def _read(name: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        from . import _cache
+
+        return float(getattr(_cache, name)(text))
+
+    return read
 
 
 class _Version(argparse.Action):

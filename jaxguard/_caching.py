@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _flights, _programs, _settings, _store, errors
+from . import _flights, _programs, _recompiles, _settings, _store, errors
 from ._gpus import Device
 
 logger = logging.getLogger("jaxguard")
@@ -37,8 +37,8 @@ _OURS: dict[str, Any] = {
 }
 
 _ASIDE = (
-    "jaxguard: a guarded function has set a directory for JAX's compilation cache. It is used, and the programs of that "
-    'worker are not shared from then on. compile_cache="off" says that this is wanted.'
+    "jaxguard: a guarded function has set a directory for JAX's compilation cache. It is used; its worker shares no "
+    'programs from then on. compile_cache="off" says that this is wanted.'
 )
 
 _told: set[str] = set()
@@ -127,10 +127,11 @@ def _tell_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def tell(notes: list[str]) -> None:
-    """Say what workers had to say, each thing once."""
-    for note in notes:
+def learn(facts: dict[str, Any]) -> None:
+    """Take in what a worker tells of a call: say what is to be said, each thing once."""
+    for note in facts.get("notes", []):
         _tell_once(note)
+    _recompiles.learn(facts.get("programs", []))
 
 
 # ---------------------------------------------------------------- in the worker
@@ -143,6 +144,8 @@ class Cache:
         self.watch = _programs.Watch()
         self._flights: _flights.Flights | None = None
         self._notes: list[str] = []
+        self._dump = ""
+        self._look_at: tuple[str, ...] = ()
         self.watch.listen()
         import jax
 
@@ -165,8 +168,31 @@ class Cache:
             self._flights = _flights.Flights(
                 store, private, lambda: bool(jax.config.values["jax_compilation_cache_dir"] == private)
             )
-            self.watch.before, self.watch.after = self._flights.before, self._flights.after
+            self.watch.before = self._flights.before
             store.tidy()
+        self._dump = os.path.join(private, ".ir")
+        self.watch.after = self._after
+
+    def look_at(self, functions: tuple[str, ...]) -> None:
+        """Have the programs of some functions written down, and read, from now on."""
+        import jax
+
+        if not self._dump or bool(functions) == bool(self._look_at):
+            return
+        if functions and jax.config.values.get("jax_dump_ir_to"):
+            return  # the user reads them
+        self._look_at = functions
+        jax.config.update("jax_dump_ir_to", self._dump if functions else "")
+
+    def _after(self, program: _programs.Program) -> None:
+        if self._flights is not None:
+            self._flights.after(program)
+        if not self._look_at or not os.path.isdir(self._dump):
+            return
+        if program.function not in self._look_at:
+            _recompiles.forget(self._dump)
+        elif (found := _recompiles.read_text(self._dump, program.function)) is not None:
+            program.text, program.constants = found
 
     def take_facts(self) -> dict[str, Any]:
         """What there is to say since the last look."""

@@ -30,6 +30,7 @@ from . import (
     _keeper,
     _linux,
     _output,
+    _recompiles,
     _settings,
     _starting,
     _store,
@@ -105,7 +106,9 @@ class Worker:
         else:
             self._known.append(key)
             self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
-        job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
+        job = _worker.Job(
+            talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last, _recompiles.to_look_at()
+        )
         self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
         try:
             return self._judge(talk, self._converse(talk, to_the_end=last))

@@ -207,7 +207,7 @@ def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialog
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:
     """Leave in each trial how its run went, whether it succeeded or not."""
-    _caching.tell(talk.facts.get("notes", []))
+    _caching.learn(talk.facts)
     for trial in running.roots.trials:
         lease, facts = worker.lease, talk.facts
         value = {
@@ -226,4 +226,4 @@ def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue
             logger.debug("the attribute %r of trial %s could not be set", ATTRIBUTE, trial, exc_info=True)
 
 
-_COUNTED = ("compiles", "compile_s", "cache_hits", "saved_s", "peak_memory_bytes")
+_COUNTED = ("compiles", "compile_s", "cache_hits", "saved_s", "programs", "other_programs", "peak_memory_bytes")

@@ -244,7 +244,7 @@ def isolated_jax_worker(
         timeout: Seconds that a run may take, from the moment its process exists; `inf` for no limit.
         slot_timeout: Seconds to wait for a slot; 0 tries once, `inf` never gives up.
         reuse: Whether calls share warm processes, one at a time, instead of each having a fresh one.
-        compile_cache: Where compiled programs go: "shared" for this user's store, from which a worker takes what another
+        compile_cache: Where compiled programs go: "shared" for this user's store, where a worker takes what another one
             has compiled; "private" for a directory that goes with the worker; "off" for none; or the absolute path of a
             directory, for a store of its own.
         cpus: How many cores the worker may use; None for its slot's share of them, near its GPU where the system tells.

@@ -30,6 +30,9 @@ _KEYS = "jax._src.cache_key"
 _SAYS_A_KEY = "after serializing"
 _DRESS = re.compile(r"^(jit|pjit|pmap)[_(]|\)$")
 
+_CONSTANTS_KEPT = 64
+_WORTH_TELLING_S = 0.05
+
 logger = logging.getLogger("jaxguard")
 
 
@@ -49,6 +52,9 @@ class Program:
     """Whether it was put where JAX looks for it."""
     stored: bool = True
     """Whether JAX stores such a program."""
+    text: str = ""
+    """What it says but for its constants, as a digest, if it was looked at."""
+    constants: list[str] = field(default_factory=list)
     behind: BaseException | None = None
     """What was being handled when the program was asked for: no failure of its own."""
 
@@ -139,11 +145,38 @@ class Watch:
             logger.debug("jaxguard: the store failed for %s", program.function, exc_info=True)
 
 
+_LISTED = 16
+"""How many programs of a trial are told one by one: those that took, or saved, most."""
+
+
 def facts(programs: list[Program]) -> dict[str, Any]:
     """What a trial's attribute says of its programs."""
+    rows: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for program in programs:
+        name = program.function or "?"
+        key = program.key[:16] if program.key else None
+        row = rows.setdefault(
+            (name, key),
+            {"function": name, "key": key, "compiles": 0, "compile_s": 0.0, "cache_hits": 0, "saved_s": 0.0},
+        )
+        row["compiles"] += not program.hit
+        row["cache_hits"] += program.hit
+        row["compile_s"] = round(row["compile_s"] + program.compile_s, 4)
+        row["saved_s"] = round(row["saved_s"] + (program.saved_s if program.hit else 0.0), 4)
+        if program.waited_s > _WORTH_TELLING_S:
+            row["waited_s"] = round(row.get("waited_s", 0.0) + program.waited_s, 4)
+        if not program.stored:
+            row["stored"] = False
+        if program.text:
+            row.update(text=program.text, constants=program.constants[:_CONSTANTS_KEPT])
+    listed = sorted(rows.values(), key=lambda row: -(row["compile_s"] + row["saved_s"]))
+    counted = ("compiles", "compile_s", "cache_hits", "saved_s")
+    rest = {name: round(sum(row[name] for row in listed[_LISTED:]), 4) for name in counted}
     return {
+        "programs": listed[:_LISTED],
+        **({"other_programs": {"programs": len(listed) - _LISTED, **rest}} if len(listed) > _LISTED else {}),
         "compiles": sum(not program.hit for program in programs),
         "compile_s": round(sum(program.compile_s for program in programs), 4),
         "cache_hits": sum(program.hit for program in programs),
-        "saved_s": round(sum(program.saved_s for program in programs), 4),
+        "saved_s": round(sum(program.saved_s for program in programs if program.hit), 4),
     }

@@ -196,17 +196,6 @@ class Store:
         """Say whether the bytes of a program are those that were sealed."""
         return _entries.sealed(entry.path) is not None
 
-    def prune(self, goes: Callable[[Entry], bool] | None = None, most_bytes: float = MOST_BYTES) -> list[Entry]:
-        """Remove programs: those that `goes` names, and those not used for longest until the rest fits."""
-        gone, kept, total = [], sorted(self.entries(), key=lambda entry: -entry.used), 0
-        for entry in kept:
-            total += entry.bytes
-            if total > most_bytes or (goes is not None and goes(entry)):
-                total -= entry.bytes
-                gone.append(entry)
-                self.discard(entry.key)
-        return gone
-
     def tidy(self) -> None:
         """Keep the store within its bounds; looked at once an hour, by one worker."""
         import filelock
@@ -221,7 +210,7 @@ class Store:
             with filelock.FileLock(os.path.join(self.path, "tidy.lock"), timeout=0):
                 with open(stamp, "w", encoding="utf-8"):
                     pass
-                self.prune()
+                prune([Store(os.path.dirname(self.root), kind) for kind in kinds(os.path.dirname(self.root))])
                 marks = os.path.join(self.path, "marks")
                 for key in os.listdir(marks):
                     if not self.is_marked(key):
@@ -253,6 +242,25 @@ class Store:
 
     def _entry(self, key: str) -> str:
         return os.path.join(self.path, "entries", key)
+
+
+def prune(
+    stores: list[Store], goes: Callable[[Entry], bool] = lambda _: False, most_bytes: float = MOST_BYTES
+) -> list[Entry]:
+    """Remove programs: those that `goes` names, and those not used for longest until the rest fits.
+
+    Returns:
+        What was removed.
+    """
+    gone, total = [], 0
+    everything = [(entry, store) for store in stores for entry in store.entries()]
+    for entry, store in sorted(everything, key=lambda pair: -pair[0].used):
+        if goes(entry) or total + entry.bytes > most_bytes:
+            store.discard(entry.key)
+            gone.append(entry)
+        else:
+            total += entry.bytes
+    return gone
 
 
 def kinds(root: str) -> list[str]:

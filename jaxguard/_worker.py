@@ -73,6 +73,8 @@ class Job:
     """The key of a function that was sent before."""
     arguments: _calls.Packed
     last: bool
+    look_at: tuple[str, ...] = ()
+    """Functions of whose programs the constants are asked."""
 
 
 def begin(pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoReturn:
@@ -221,6 +223,7 @@ class _Desk:
         exit_code = 0 if job.last else None
         kind: bytes = _answers.EXCEPTION
         trusted = True
+        self._cache.look_at(job.look_at)
         try:
             args, kwargs = _calls.unpack(job.arguments.data, descriptors)
             trusted = False  # a function that fails to arrive is sent to another worker next time

@@ -1,4 +1,4 @@
-"""Training steps as users write them: module-level `jax.jit`, flax, equinox, optax, jnp operations. Nothing of jaxguard."""
+"""Training steps as users write them: module-level `jax.jit`, flax, equinox, optax, jnp operations."""
 
 from __future__ import annotations
 

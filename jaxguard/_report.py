@@ -1,0 +1,119 @@
+"""`compile_report`: what the trials of a study compiled, what that cost, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _recompiles
+from ._guard import ATTRIBUTE
+
+if TYPE_CHECKING:
+    import optuna
+
+_SMALL = "(others)"
+_HEAD = ("function", "trials", "programs", "compilations", "seconds", "saved", "why")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFunction:
+    """One function in the report."""
+
+    function: str
+    """Its name; the small ones of trials with many programs are summed under "(others)"."""
+    trials: int
+    """In how many trials it ran."""
+    programs: int
+    """How many different programs it had."""
+    compilations: int
+    seconds: float
+    """Spent on compiling, in seconds, summed over the trials."""
+    saved_s: float
+    """What compiling would have taken where a program was found instead, in seconds."""
+    stored: bool
+    """False if JAX does not store it: it has a host callback, such as `jax.debug.print`."""
+    constants: tuple[str, ...]
+    """The constants in which its programs differ, where nothing else differs; as far as they are known."""
+
+
+class CompileReport(list[CompiledFunction]):
+    """Rows, the function that took longest first; prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No trial of this study has compiled anything in a guarded call."
+        rows = [_HEAD, *(_words(row) for row in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        lines = []
+        for row in rows:
+            first, *numbers, last = row
+            middle = [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
+            lines.append("  ".join([first.ljust(widths[0]), *middle, last]).rstrip())
+        changed = [row for row in self if row.constants]
+        return "\n".join([*lines, *(f"\n{_recompiles.describe(*_said(row))}" for row in changed)])
+
+
+def compile_report(study: optuna.Study) -> CompileReport:
+    """Tell, per function, what the guarded trials of a study compiled, what that cost, and why.
+
+    It reads the user attribute `jaxguard` of the trials, so it works on any storage, and after the program has ended.
+
+    Args:
+        study: An Optuna study whose objective is guarded by `isolated_jax_worker`.
+
+    Returns:
+        A list of rows, one per function, the one that took longest first, which prints as a table: trials, programs,
+        compilations, seconds spent and saved, and which constants made programs differ. Empty if nothing was compiled.
+
+    Example:
+        >>> import optuna
+        >>> from jaxguard import compile_report
+        >>> print(compile_report(optuna.create_study()))
+        No trial of this study has compiled anything in a guarded call.
+    """
+    functions: dict[str, list[dict[str, Any]]] = {}
+    for trial in study.get_trials(deepcopy=False):
+        facts = trial.user_attrs.get(ATTRIBUTE)
+        if isinstance(facts, dict):
+            for program in _programs_of(facts):
+                functions.setdefault(program["function"], []).append({**program, "trial": trial.number})
+    rows = [_row(name, programs) for name, programs in functions.items()]
+    return CompileReport(sorted(rows, key=lambda row: -(row.seconds + row.saved_s)))
+
+
+def _programs_of(facts: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    yield from facts.get("programs", [])
+    if "other_programs" in facts:
+        yield {"function": _SMALL, **facts["other_programs"]}
+
+
+def _row(name: str, programs: list[dict[str, Any]]) -> CompiledFunction:
+    texts: dict[str, dict[Any, list[str]]] = {}
+    for program in programs:
+        if "text" in program:
+            texts.setdefault(program["text"], {})[program["key"]] = program["constants"]
+    constants = max((_recompiles.differing(list(each.values())) for each in texts.values()), key=len, default=[])
+    counts = [program.get("programs", 0) for program in programs if name == _SMALL]
+    return CompiledFunction(
+        function=name,
+        trials=len({program["trial"] for program in programs}),
+        programs=max(counts) if counts else len({program["key"] for program in programs}),
+        compilations=sum(program["compiles"] for program in programs),
+        seconds=round(sum(program["compile_s"] for program in programs), 4),
+        saved_s=round(sum(program["saved_s"] for program in programs), 4),
+        stored=all(program.get("stored", True) for program in programs),
+        constants=tuple(constants),
+    )
+
+
+def _said(row: CompiledFunction) -> tuple[str, int, list[str]]:
+    return row.function, row.compilations, list(row.constants)
+
+
+def _words(row: CompiledFunction) -> tuple[str, ...]:
+    why = "" if row.stored else "not stored by JAX: a host callback, such as jax.debug.print"
+    if row.constants:
+        why = f"only constants changed ({', '.join(row.constants[:3])}{' …' if len(row.constants) > 3 else ''})"
+    numbers = (row.trials, row.programs, row.compilations)
+    return row.function, *(str(number) for number in numbers), f"{row.seconds:.1f}", f"{row.saved_s:.1f}", why
