@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return int(options.command(options))
-    except (JaxguardError, ValueError) as error:
+    except (JaxguardError, ValueError, OSError) as error:
         print(f"jaxguard: {error}", file=sys.stderr)  # noqa: T201 -- for a terminal
         return 1
     except KeyboardInterrupt:

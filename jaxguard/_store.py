@@ -26,7 +26,7 @@ from typing import Any
 from . import _descriptors, _entries, _linux, _settings, errors
 
 MARKS_LAST_S = 24 * 3600.0
-MOST_BYTES = 10 << 30
+MOST_BYTES = 10_000_000_000
 """How big the store gets before those programs go that were not used for longest."""
 _LAYOUT = "v1"
 _ALIVE = ".alive"

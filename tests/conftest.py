@@ -72,7 +72,7 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+def store_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """Keep the compiled programs of the tests apart from those of the user, and show where."""
     path = (
         tmp_path_factory.getbasetemp().parent / "programs"
