@@ -181,6 +181,8 @@ class Cache:
             return
         if functions and jax.config.values.get("jax_dump_ir_to"):
             return  # the user reads them
+        if functions and not _recompiles.has_room(os.path.dirname(self._dump)):
+            return
         self._look_at = functions
         jax.config.update("jax_dump_ir_to", self._dump if functions else "")
 

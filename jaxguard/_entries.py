@@ -30,6 +30,12 @@ def is_key(text: object) -> bool:
     return isinstance(text, str) and _KEY.fullmatch(text) is not None
 
 
+def key_of(name: str) -> str | None:
+    """The key in the name of one of JAX's entries."""
+    key = name.removesuffix(SUFFIX).rpartition("-")[2]
+    return key if name.endswith(SUFFIX) and is_key(key) else None
+
+
 def is_whole(data: bytes) -> bool:
     """Say whether an entry of JAX can be decompressed to its end; one in a form that is not known here counts so."""
     try:

@@ -63,8 +63,8 @@ class Flights:
         """Publish what was compiled, and let the flight go."""
         flight = self._flights.pop(id(program), None)
         try:
-            if program.key is not None and not program.hit and not program.failed and self._ours():
-                self._keep(program, program.key)
+            if not program.hit and not program.failed and self._ours():
+                self._keep(program)
         except _entries.Torn as torn:
             self._lost.add(f"{torn} could not be written whole (is the disk full?)")
         except OSError as error:
@@ -74,7 +74,7 @@ class Flights:
                 _descriptors.close(flight)
 
     def _lose(self, error: OSError) -> None:
-        self._lost.add(f"{error.strerror or error}: {error.filename or self._store.path}")
+        self._lost.add(f"{error.strerror or error}: {self._store.root}")
 
     @property
     def _flights(self) -> dict[int, int]:
@@ -112,8 +112,11 @@ class Flights:
         if self._fetch(program):  # the one before us has published it
             _descriptors.close(self._flights.pop(id(program)))
 
-    def _keep(self, program: Program, key: str) -> None:
-        if program.fetched:  # it was there, and JAX could not read it
+    def _keep(self, program: Program) -> None:
+        key = program.key
+        if key is None:
+            self._store.publish_all(self._private)
+        elif program.fetched:  # it was there, and JAX could not read it
             self._store.discard(key, self._private)
         elif not self._store.publish(key, self._private, function=program.function, compile_s=program.compile_s):
             _entries.check_writable(self._private)

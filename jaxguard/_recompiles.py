@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from . import _descriptors
 SUSPICIOUS = 3
 """So many calls that each brought a new program of one function, and it is looked at."""
 _LOOKS = 4
+_ROOM_BYTES = 1 << 30
 _LOCATION = re.compile(r"^#loc.*$|\bloc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
 _CONSTANT = re.compile(r"dense<([^>]*)>")
 _NUMBER = re.compile(r"-?\d[\d.eE+-]*|true|false")
@@ -47,6 +49,12 @@ def read_text(folder: str, function: str) -> tuple[str, list[str]] | None:
             text = file.read()
     forget(folder)
     return None if text is None else without_constants(text)
+
+
+def has_room(folder: str) -> bool:
+    """Say whether there is room enough to write modules down: JAX would fail the step if there were not."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize > _ROOM_BYTES and resource.getrlimit(resource.RLIMIT_FSIZE)[0] == -1
 
 
 def forget(folder: str) -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import logging
+import os
 import pathlib
+import re
+import resource
+import shutil
+import signal
+import textwrap
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import optuna
 import pytest
 import steps
 
-from jaxguard import _store, isolated_jax_worker
+import jaxguard
+from jaxguard import _caching, _descriptors, _recompiles, _store, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,3 +96,319 @@ def test_a_warm_store_compiles_nothing(slots: Any, tmp_path: pathlib.Path) -> No
     assert told["compile_s"] == 0
     assert told["cache_hits"] > 0
     assert told["saved_s"] > 0
+
+
+def test_each_program_has_its_key(slots: Any, tmp_path: pathlib.Path) -> None:
+    """The door through which keys are learnt is JAX's, and half private: this goes red when it closes."""
+    (told,) = run(slots, tmp_path, steps.plain, 1)
+    assert "plain_step" in [program["function"] for program in told["programs"]]
+    assert all(program["key"] for program in told["programs"])
+
+
+# ---------------------------------------------------------------- what JAX does not store, what fails
+
+
+def test_nobody_waits_for_what_jax_does_not_store(slots: Any, tmp_path: pathlib.Path, capfd: Any) -> None:
+    """A program with a host callback is marked by the first who compiled it, and the report says why."""
+    (first,) = run(slots, tmp_path, steps.printing, 1)
+    store = _store.Store(str(tmp_path / "store"), _store.kinds(str(tmp_path / "store"))[0])
+    (key,) = os.listdir(os.path.join(store.path, "marks"))
+    (row,) = [program for program in first["programs"] if program["function"] == "step"]
+    assert key.startswith(row["key"])
+    assert row["stored"] is False
+    flight = store.take_flight(key)  # somebody compiles it for ever
+    assert flight is not None
+    try:
+        (second,) = run(slots, tmp_path, steps.printing, 1, timeout=60)
+    finally:
+        _descriptors.close(flight)
+    assert second["compiles"] == 1
+    assert capfd.readouterr().out.count("the loss is 3.0") == 2
+
+
+def failing() -> float:
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.jit, compiler_options={"no_such_option": True})
+    def step(x: Any) -> Any:
+        return x * 2
+
+    try:
+        step(jnp.ones(3))
+    except Exception as error:  # noqa: BLE001 - whatever this JAX raises
+        return float("no_such_option" in str(error))
+    return 0.0
+
+
+def test_a_compilation_that_failed_is_not_marked(slots: Any, tmp_path: pathlib.Path) -> None:
+    """The next one tries again, and waits for nobody."""
+    for _ in range(2):
+        (told,) = run(slots, tmp_path, failing, 1, timeout=60)
+        assert told["compiles"] > 0
+    (kind,) = _store.kinds(str(tmp_path / "store"))
+    assert os.listdir(tmp_path / "store" / "v1" / kind / "marks") == []
+
+
+def die_compiling() -> float:
+    """Be killed while compiling: after JAX has asked for the program, before it has it."""
+    import jax
+
+    def kill(event: str, **_: Any) -> None:
+        if event.endswith("compile_requests_use_cache"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    jax.monitoring.register_event_listener(kill)
+    return steps.plain()
+
+
+def test_a_worker_that_is_killed_while_it_compiles(slots: Any, tmp_path: pathlib.Path) -> None:
+    """It takes its flight and its directory with it: the next one compiles, and waits for nobody."""
+    guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))
+    with pytest.raises(jaxguard.WorkerDied):
+        guarded(die_compiling)()
+    assert not any((tmp_path / "store" / "v1" / "private").iterdir())
+    (told,) = run(slots, tmp_path, steps.plain, 1, timeout=60)
+    assert told["compiles"] > 0
+
+
+# ---------------------------------------------------------------- threads, logging, user's own settings
+
+
+def in_threads() -> float:
+    """Compile the same programs, and others, in eight threads at once."""
+    import jax
+    import jax.numpy as jnp
+
+    def work(number: int) -> float:
+        @jax.jit
+        def step(x: Any) -> Any:
+            for _ in range(10):
+                x = jnp.sin(x) + number % 4
+            return x
+
+        return float(step(jnp.ones(3)).sum()) + steps.plain()
+
+    with ThreadPoolExecutor(8) as pool:
+        return round(sum(pool.map(work, range(8))), 3)
+
+
+def test_threads_of_one_worker(slots: Any, tmp_path: pathlib.Path) -> None:
+    """Threads that compile at once do not wait for each other in a circle, and share what they compile."""
+    told = run(slots, tmp_path, in_threads, 3, timeout=120)
+    assert sum(facts["compiles"] for facts in told) == len(programs_in(tmp_path / "store"))
+
+
+def without_keys() -> float:
+    logging.disable(logging.CRITICAL)
+    try:
+        return steps.plain()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_without_keys_programs_are_shared_all_the_same(slots: Any, tmp_path: pathlib.Path) -> None:
+    """Where keys cannot be learnt, a program that is there is found; what is compiled goes into the store."""
+    run(slots, tmp_path, without_keys, 1)
+    assert programs_in(tmp_path / "store")
+    (told,) = run(slots, tmp_path, without_keys, 1)
+    assert told["compiles"] == 0
+
+
+def test_the_logs_are_as_without(slots: Any, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys are read from a logger of JAX: nothing of it is seen but what the user asked for."""
+    run(slots, tmp_path, steps.plain, 1)
+    assert not [record for record in caplog.records if record.name.startswith("jax.")]
+    with caplog.at_level(logging.DEBUG, "jax"):
+        run(slots, tmp_path, steps.plain, 1)
+    assert any("after serializing" in record.getMessage() for record in caplog.records)
+
+
+def programs_of(**options: Any) -> dict[str, Any]:
+    study = optuna.create_study()
+    study.optimize(isolated_jax_worker(**options)(lambda _: steps.plain()), n_trials=1)
+    told: dict[str, Any] = study.trials[0].user_attrs["jaxguard"]
+    return told
+
+
+def test_a_directory_of_ones_own(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's own cache is JAX's affair: jaxguard stands aside, says so once, and refuses contradictions."""
+    monkeypatch.setattr(_caching, "_told", set())
+    mine = tmp_path / "mine"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(mine))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    assert programs_of()["cache_hits"] == 0
+    assert list(mine.glob("*plain_step*-cache"))
+    assert programs_of()["compiles"] == 0
+    said = [record.getMessage() for record in caplog.records if record.name == "jaxguard"]
+    assert len(said) == 1
+    assert "JAX_COMPILATION_CACHE_DIR, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set" in said[0]
+    assert programs_of(compile_cache="off")["compiles"] == 0
+    with pytest.raises(ValueError, match="compile_cache='private' and JAX_COMPILATION_CACHE_DIR"):
+        isolated_jax_worker(compile_cache="private")(steps.plain)()
+
+
+def test_a_directory_set_by_hand_in_the_parent(tmp_path: pathlib.Path, run_python: Any) -> None:
+    """`jax.config.update` in the parent is in force in the worker."""
+    code = f"""
+        import jax, steps
+        from jaxguard import isolated_jax_worker
+        jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "mine")!r})
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        for reuse in (False, True):
+            isolated_jax_worker(reuse=reuse)(steps.plain)()
+    """
+    done = run_python(textwrap.dedent(code), env={"PYTHONPATH": str(pathlib.Path(__file__).parent)}).check()
+    assert list((tmp_path / "mine").glob("*plain_step*-cache"))
+    assert done.stderr.count("jax.config.jax_compilation_cache_dir") == 1
+
+
+def own_directory_inside(path: pathlib.Path) -> float:
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    return steps.plain()
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "warm"])
+def test_a_directory_set_in_the_objective(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reuse: bool,  # noqa: FBT001
+) -> None:
+    """JAX uses it, jaxguard stands aside and says so once."""
+    monkeypatch.setattr(_caching, "_told", set())
+    guarded = isolated_jax_worker(reuse=reuse, compile_cache=str(tmp_path / "store"))(own_directory_inside)
+    for _ in range(2):
+        guarded(tmp_path / "mine")
+    assert list((tmp_path / "mine").glob("*plain_step*-cache"))
+    assert not programs_in(tmp_path / "store")
+    assert sum("has set a directory" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_private_and_off(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither shares a program; neither leaves anything."""
+    monkeypatch.setenv("JAXGUARD_CACHE_DIR", str(tmp_path / "store"))
+    for way in ("private", "off"):
+        for _ in range(2):
+            told = programs_of(compile_cache=way)
+            assert told["compiles"] > 0
+            assert told["cache_hits"] == 0
+    assert not programs_in(tmp_path / "store")
+    assert not any((tmp_path / "store" / "v1" / "private").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ("sharde", ValueError, r"compile_cache='sharde' is not valid. Valid are: \"shared\""),
+        ("some/where", ValueError, "absolute path"),
+        (True, TypeError, "compile_cache must be text or a path, not True"),
+        (None, TypeError, "not None"),
+    ],
+)
+def test_values_that_are_not_valid(value: Any, error: type[Exception], words: str) -> None:
+    """Said at decoration, with those that are."""
+    with pytest.raises(error, match=words):
+        isolated_jax_worker(compile_cache=value)
+
+
+# ---------------------------------------------------------------- a store that cannot be used
+
+
+def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "compiled programs are not kept" in r.getMessage()]
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_caching, "_told", set())
+    monkeypatch.setattr(_recompiles, "_functions", {})
+
+
+@pytest.mark.usefixtures("untold")
+def test_a_store_of_somebody_else(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trials run, and one warning says what is lost, why, and what to do."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for _ in range(2):
+        assert programs_of(compile_cache=str(folder))["compiles"] > 0
+    (said,) = losses(caplog)
+    assert re.search(r"others can write in .*store \(mode 777\).*JAXGUARD_CACHE_DIR", said)
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.usefixtures("untold")
+def test_a_store_that_is_a_file(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Or that cannot be made for another reason."""
+    (tmp_path / "store").touch()
+    assert programs_of(compile_cache=str(tmp_path / "store"))["compiles"] > 0
+    assert len(losses(caplog)) == 1
+
+
+def vanish(folder: pathlib.Path) -> float:
+    value = steps.operations()
+    shutil.rmtree(folder)
+    return value + steps.plain()
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning")
+def test_a_store_that_vanishes(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody cleans up in the middle of a trial: it goes on, the next one makes the store again."""
+    guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))
+    expected = guarded(lambda: steps.operations() + steps.plain())()
+    assert guarded(vanish)(tmp_path / "store") == expected
+    assert len(losses(caplog)) == 1
+    assert guarded(lambda: steps.operations() + steps.plain())() == expected
+    assert programs_in(tmp_path / "store")
+
+
+def on_a_full_disk() -> float:
+    import jax
+
+    jax.block_until_ready(jax.numpy.ones(3))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    return steps.plain()
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning")
+def test_a_disk_that_is_full(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What does not fit is not kept, nor half of it; one warning says so; with room again all is well."""
+    guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))
+    expected = guarded(steps.plain)()
+    shutil.rmtree(tmp_path / "store")
+    assert guarded(on_a_full_disk)() == expected
+    assert any("disk full" in said for said in losses(caplog))
+    store = _store.Store(str(tmp_path / "store"), _store.kinds(str(tmp_path / "store"))[0])
+    assert all(store.is_sound(entry) for entry in store.entries())
+    assert os.listdir(os.path.join(store.path, "marks")) == [], "a full disk is no reason never to wait"
+    guarded(steps.plain)()
+    assert any("plain_step" in name for entry in store.entries() for name in os.listdir(entry.path))
+
+
+def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.WarningsRecorder) -> None:
+    """One that is sealed, but no program, is taken out by the first who meets it."""
+    folder = tmp_path / "store"
+    programs_of(compile_cache=str(folder))
+    store = _store.Store(str(folder), _store.kinds(str(folder))[0])
+    for entry in store.entries():
+        (name,) = [name for name in os.listdir(entry.path) if name.endswith("-cache")]
+        data = zlib.compress(b"\0\0\0\1no program")
+        os.unlink(os.path.join(entry.path, name))
+        pathlib.Path(entry.path, name).write_bytes(data)
+        seal = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "compile_s": 1.0}
+        pathlib.Path(entry.path, "seal.json").write_text(json.dumps(seal))
+    assert programs_of(compile_cache=str(folder))["compiles"] > 0
+    assert not programs_in(folder)
+    assert any("Error reading persistent compilation cache" in str(w.message) for w in recwarn.list)
+    recwarn.clear()
+    assert programs_of(compile_cache=str(folder))["compiles"] > 0
+    assert programs_of(compile_cache=str(folder))["compiles"] == 0
+    assert not recwarn.list
