@@ -156,7 +156,7 @@ def size(count: float) -> str:
 
 def as_bytes(text: str) -> int:
     """Read a size, as 500MB or 10G."""
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)i?b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
     try:
         return int(float(match[1]) * _SIZES[match[2]])  # type: ignore[index]
     except (TypeError, ValueError):

@@ -1,0 +1,185 @@
+"""The report: what trials compiled, what it cost, and that only constants changed."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import pytest
+import steps
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxguard import _programs, _recompiles, compile_report, isolated_jax_worker, trial_jit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Give each test a store of its own, and a program that has seen nothing yet."""
+    monkeypatch.setattr(_recompiles, "_functions", {})
+    monkeypatch.setenv("JAXGUARD_CACHE_DIR", str(tmp_path / "store"))
+
+
+def with_a_closure(trial: optuna.Trial) -> float:
+    """Train with a learning rate that is a constant of the step."""
+    import jax
+
+    lr = trial.suggest_float("lr", 1e-3, 1e-1)
+    weights, x = steps.weights_and_data()
+
+    @jax.jit
+    def closed_step(weights: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: (steps.forward(w, x) ** 2).mean())(weights)
+        return jax.tree.map(lambda p, g: p - lr * g, weights, gradient), loss
+
+    return float(closed_step(weights)[1])
+
+
+def with_traced(trial: optuna.Trial) -> float:
+    """Train with a learning rate that is an argument."""
+    import jax
+
+    weights, x = steps.weights_and_data()
+
+    def traced_step(weights: Any, lr: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: (steps.forward(w, x) ** 2).mean())(weights)
+        return jax.tree.map(lambda p, g: p - lr * g, weights, gradient), loss
+
+    step = trial_jit(traced_step, traced={"lr": trial.suggest_float("lr", 1e-3, 1e-1)})
+    return float(step(weights)[1])
+
+
+def with_shapes(trial: optuna.Trial) -> float:
+    """Train with another shape each time: no constant is the reason."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def shaped_step(x: Any) -> Any:
+        return jnp.tanh(x).sum() * 0.5
+
+    return float(shaped_step(jnp.ones(trial.number + 1)))
+
+
+def study_of(objective: Callable[[optuna.Trial], float], n_trials: int = 6, **options: Any) -> optuna.Study:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(isolated_jax_worker(**options)(objective), n_trials=n_trials)
+    return study
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "only constants changed" in record.getMessage()]
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "warm"])
+def test_programs_that_differ_only_in_constants(
+    caplog: pytest.LogCaptureFixture,
+    reuse: bool,  # noqa: FBT001
+) -> None:
+    """One warning per function, with values and cures; the report has the same, from the attributes alone."""
+    study = study_of(with_a_closure, reuse=reuse)
+    (warning,) = said(caplog)
+    assert warning.startswith("jaxguard: closed_step was compiled ")
+    for cure in ("traced=", "as arguments", "build the optimizer inside the step", "optax.inject_hyperparams"):
+        assert cure in warning
+    rates = {f"{trial.params['lr']:g}" for trial in study.trials}
+    report = compile_report(study)
+    row = report[0]
+    assert (row.function, row.trials, row.programs, row.compilations) == ("closed_step", 6, 6, 6)
+    assert row.seconds > 0
+    assert len(row.constants) >= 2
+    assert {f"{float(constant):.4g}" for constant in row.constants} <= {f"{float(rate):.4g}" for rate in rates}
+    assert "only constants changed" in str(report)
+    assert "function" in str(report).splitlines()[0]
+
+
+def test_one_program_with_traced(caplog: pytest.LogCaptureFixture) -> None:
+    """With traced= all trials share one program: compiled once, found in all the others."""
+    (row,) = [row for row in compile_report(study_of(with_traced)) if row.function == "traced_step"]
+    assert (row.trials, row.programs, row.compilations) == (6, 1, 1)
+    assert row.saved_s > 0
+    assert not said(caplog)
+
+
+def test_programs_of_other_shapes_are_no_matter_of_constants(caplog: pytest.LogCaptureFixture) -> None:
+    """They are looked at, found to differ in more, and nothing is said."""
+    (row,) = [row for row in compile_report(study_of(with_shapes)) if row.function == "shaped_step"]
+    assert row.programs == 6
+    assert not row.constants
+    assert not said(caplog)
+
+
+def test_what_jax_does_not_store(capfd: Any) -> None:
+    """The report says why a program is compiled in every trial."""
+    report = compile_report(study_of(lambda _: steps.printing(), 2))
+    (row,) = [row for row in report if row.function == "step"]
+    assert (row.programs, row.compilations, row.stored) == (1, 2, False)
+    assert "not stored by JAX: a host callback" in str(report)
+
+
+def test_a_study_on_disk(tmp_path: pathlib.Path) -> None:
+    """The report needs the study alone: later, elsewhere, on any storage; trials without a guard do not count."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study = optuna.create_study(storage=url, study_name="one")
+    study.optimize(isolated_jax_worker(lambda _: steps.plain()), n_trials=2)
+    study.optimize(lambda _: 0.0, n_trials=1)
+    loaded = optuna.load_study(storage=url, study_name="one")
+    assert compile_report(loaded) == compile_report(study)
+    (row,) = [row for row in compile_report(loaded) if row.function == "plain_step"]
+    assert row.trials == 2
+    assert str(compile_report(optuna.create_study())).startswith("No trial of this study has compiled anything")
+
+
+def test_many_programs_do_not_swell_the_study() -> None:
+    """The attribute lists the sixteen that count most, and sums the others up."""
+    programs = [_programs.Program(f"{n:064x}", f"f{n}", compile_s=float(n)) for n in range(20)]
+    facts = _programs.facts(programs)
+    assert [program["function"] for program in facts["programs"]] == [f"f{n}" for n in range(19, 3, -1)]
+    assert facts["other_programs"] == {
+        "programs": 4,
+        "compiles": 4,
+        "compile_s": 6.0,
+        "cache_hits": 0,
+        "saved_s": 0,
+    }
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.set_user_attr("jaxguard", facts)
+    study.tell(trial, 0.0)
+    (others,) = [row for row in compile_report(study) if row.function == "(others)"]
+    assert (others.programs, others.compilations, others.seconds) == (4, 4, 6.0)
+
+
+# ---------------------------------------------------------------- what differs
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
+def test_constants_are_taken_out(values: list[float]) -> None:
+    """Two modules that differ in constants, or in where they were written, have one text; the constants are told."""
+    module = "".join(
+        f"%{n} = stablehlo.constant dense<{v:e}> : tensor<f32> loc(#loc{n})\n" for n, v in enumerate(values)
+    )
+    other = "".join(f"%{n} = stablehlo.constant dense<1.0> : tensor<f32> loc(#loc9)\n" for n in range(len(values)))
+    text, constants = _recompiles.without_constants(f'#loc1 = loc("a":1:2)\n{module}')
+    assert (text, ["1"] * len(values)) == _recompiles.without_constants(f'#loc1 = loc("b":3:4)\n{other}')
+    assert [float(constant) for constant in constants] == pytest.approx(values, rel=1e-5)
+    assert _recompiles.without_constants(module.replace("f32", "f64"))[0] != text
+
+
+def test_an_array_is_told_apart_without_being_shown() -> None:
+    """A constant array is named by a digest, not by its megabytes."""
+    one, other = (_recompiles.without_constants(f'dense<"0x{byte}00">')[1][0] for byte in ("01", "02"))
+    assert one != other
+    assert one.startswith("an array (")
+    assert _recompiles.differing([["1", one], ["1", other]]) == [one, other]
+
+
+def test_no_room_no_look(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would fail a step whose module it cannot write down: nothing is looked at on a disk that is nearly full."""
+    assert _recompiles.has_room(str(tmp_path))
+    monkeypatch.setattr(_recompiles, "_ROOM_BYTES", 1 << 60)
+    assert not _recompiles.has_room(str(tmp_path))
