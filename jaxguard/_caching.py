@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,9 @@ from ._gpus import Device
 logger = logging.getLogger("jaxguard")
 
 SHARED, PRIVATE, OFF = "shared", "private", "off"
+_DIRECTORY = "jax_compilation_cache_dir"
 _DEFAULTS: dict[str, Any] = {
-    "jax_compilation_cache_dir": None,
+    _DIRECTORY: None,
     "jax_enable_compilation_cache": True,
     "jax_compilation_cache_max_size": -1,
     "jax_persistent_cache_min_compile_time_secs": 1.0,
@@ -138,53 +140,64 @@ def learn(facts: dict[str, Any]) -> None:
 
 
 class Cache:
-    """What a worker has of all that."""
+    """What a worker has of all that: settings at once, the store with the first program."""
 
     def __init__(self, plan: Plan, devices: tuple[Device, ...]) -> None:
+        import jax
+
         self.watch = _programs.Watch()
+        self._plan = plan
+        self._devices = devices
+        self._turn = threading.Lock()
+        self._is_open = False
+        self._aside = False
         self._flights: _flights.Flights | None = None
         self._notes: list[str] = []
-        self._dump = ""
         self._look_at: tuple[str, ...] = ()
         self.watch.listen()
-        import jax
-
         for name, value in plan.own.items():
             jax.config.update(name, value)
-        if plan.way == OFF:
-            return
-        try:
-            store = _store.Store(plan.root, kind_of(devices))
-            private = store.enter(plan.name)
-        except errors.JaxguardError as error:
-            self._notes.append(_lost(str(error)))
-            return
-        except OSError as error:
-            self._notes.append(_lost(f"{error.strerror}: {error.filename or plan.root}"))
-            return
-        for name, value in {**_OURS, "jax_compilation_cache_dir": private}.items():
-            jax.config.update(name, value)
-        if plan.way == SHARED:
-            self._flights = _flights.Flights(
-                store, private, lambda: bool(jax.config.values["jax_compilation_cache_dir"] == private)
-            )
-            self.watch.before = self._flights.before
-            store.tidy()
-        self._dump = os.path.join(private, ".ir")
-        self.watch.after = self._after
+        if plan.private is not None:
+            for name, value in {**_OURS, _DIRECTORY: plan.private}.items():
+                jax.config.update(name, value)
+            self.watch.before, self.watch.after = self._before, self._after
 
-    def look_at(self, functions: tuple[str, ...]) -> None:
-        """Have the programs of some functions written down, and read, from now on."""
+    def _open(self) -> None:
+        """Make this worker's directory, and open the store."""
         import jax
 
-        if not self._dump or bool(functions) == bool(self._look_at):
+        with self._turn:
+            if self._is_open:
+                return
+            self._is_open = True
+            try:
+                store = _store.Store(self._plan.root, kind_of(self._devices))
+                store.enter(self._plan.name)
+                if self._plan.way == SHARED:
+                    store.tidy()
+                    self._flights = _flights.Flights(store, str(self._plan.private))
+            except (errors.JaxguardError, OSError) as error:
+                reason = (
+                    str(error) if isinstance(error, errors.JaxguardError) else f"{error.strerror}: {error.filename}"
+                )
+                self._notes.append(_lost(reason))
+                jax.config.update(_DIRECTORY, None)
+                self._aside = True
+
+    def _is_ours(self) -> bool:
+        """Say whether JAX still looks in this worker's directory: user code may have given it another one."""
+        import jax
+
+        return bool(jax.config.values[_DIRECTORY] == self._plan.private)
+
+    def _before(self, program: _programs.Program) -> None:
+        if not self._is_ours():
+            self._notes += [] if self._aside else [_ASIDE]
+            self._aside = True
             return
-        if functions and jax.config.values.get("jax_dump_ir_to"):
-            return  # the user reads them
-        if functions and not _recompiles.has_room(os.path.dirname(self._dump)):
-            return
-        self._look_at = functions
-        jax.config.update("jax_dump_ir_to", self._dump if functions else "")
+        self._open()
+        if self._flights is not None:
+            self._flights.before(program)
 
     def _after(self, program: _programs.Program) -> None:
         if self._flights is not None:
@@ -196,13 +209,29 @@ class Cache:
         elif (found := _recompiles.read_text(self._dump, program.function)) is not None:
             program.text, program.constants = found
 
+    @property
+    def _dump(self) -> str:
+        return os.path.join(str(self._plan.private), ".ir")
+
+    def look_at(self, functions: tuple[str, ...]) -> None:
+        """Have the programs of some functions written down, and read, from now on."""
+        import jax
+
+        if functions and not self._look_at:
+            if self._plan.private is None or jax.config.values.get("jax_dump_ir_to"):
+                return  # the user reads them
+            self._open()
+            if not os.path.isdir(self._plan.private) or not _recompiles.has_room(self._plan.private):
+                return
+        if bool(functions) != bool(self._look_at):
+            jax.config.update("jax_dump_ir_to", self._dump if functions else "")
+        self._look_at = functions
+
     def take_facts(self) -> dict[str, Any]:
         """What there is to say since the last look."""
         notes, self._notes = self._notes, []
         if self._flights is not None:
             notes += [_lost(reason) for reason in self._flights.take_lost()]
-            if self._flights.take_aside():
-                notes.append(_ASIDE)
         return {**_programs.facts(self.watch.take()), "notes": notes}
 
 
@@ -226,6 +255,8 @@ def _cpu() -> str:
     words: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
+            if not line.strip():  # the others are the same
+                break
             name, _, value = line.partition(":")
             words.setdefault(name.strip(), value.strip())
     known = [words.get(name, "") for name in ("model name", "CPU part", "flags", "Features")]

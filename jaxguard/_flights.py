@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from . import _descriptors, _entries, _store
 from ._programs import Program
@@ -25,32 +24,22 @@ logger = logging.getLogger("jaxguard")
 class Flights:
     """Puts each program where JAX looks for it, or lets JAX compile it for all."""
 
-    def __init__(self, store: _store.Store, private: str, ours: Callable[[], bool]) -> None:
+    def __init__(self, store: _store.Store, private: str) -> None:
         self._store = store
         self._private = private
-        self._ours = ours
-        """Says whether JAX still looks there: user code may have given it another directory."""
         self._here = threading.local()
         self._lost: set[str] = set()
-        self._aside = False
 
     def take_lost(self) -> list[str]:
         """What could not be kept since the last look, in words."""
         lost, self._lost = sorted(self._lost), set()
         return lost
 
-    def take_aside(self) -> bool:
-        """Say whether a program went past the store since the last look, because user code wants that."""
-        aside, self._aside = self._aside, False
-        return aside
-
     # ------------------------------------------------------------ for each program
 
     def before(self, program: Program) -> None:
         """Fetch a program, or become the one who compiles it, or wait for that one."""
-        if not self._ours():
-            self._aside = True
-            return
+        program.asked = True
         try:
             if program.key is None:
                 self._store.fetch_all(self._private)
@@ -63,7 +52,7 @@ class Flights:
         """Publish what was compiled, and let the flight go."""
         flight = self._flights.pop(id(program), None)
         try:
-            if not program.hit and not program.failed and self._ours():
+            if program.asked and not program.hit and not program.failed:
                 self._keep(program)
         except _entries.Torn as torn:
             self._lost.add(f"{torn} could not be written whole (is the disk full?)")

@@ -1,4 +1,4 @@
-"""Has JAX started here, and on what? The one module that looks where JAX has no public door.
+"""Has JAX started here, and on what? Which program does it need? The one module that opens doors that are not public.
 
 JAX "starts" when it creates its backends: it opens devices, takes memory and starts threads. Importing it, building
 `jax.jit(f)` or changing `jax.config` does not. No public function tells without starting it.
@@ -6,11 +6,16 @@ JAX "starts" when it creates its backends: it opens devices, takes memory and st
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import _descriptors, errors
+
+_KEYS = "jax._src.cache_key"
+_SAYS_A_KEY = "after serializing"
 
 _forked_after_start = False
 
@@ -75,6 +80,28 @@ def refuse_if_forked(what: str) -> None:
             "clean process even when it is called from here."
         )
         raise errors.ForkedAfterJax(text)
+
+
+def hear_keys(heard: Callable[[str], None]) -> None:
+    """Call `heard` with the key of each program that JAX will look for in its cache, in the thread that needs it.
+
+    JAX tells what it has hashed so far, and the last of it is the key: so the last call before JAX looks counts. It
+    tells by its logger for keys, whose messages go no further here than they would have gone without.
+    """
+
+    def overhear(record: logging.LogRecord) -> bool:
+        if _SAYS_A_KEY in str(record.msg) and isinstance(record.args, tuple) and record.args:
+            heard(str(record.args[-1]))
+        above = logging.getLogger(_KEYS).parent
+        return above is None or above.isEnabledFor(record.levelno)
+
+    logging.getLogger(_KEYS).addFilter(overhear)
+    have_keys_told()
+
+
+def have_keys_told() -> None:
+    """Have JAX tell them, again after somebody has set the levels of loggers."""
+    logging.getLogger(_KEYS).setLevel(logging.DEBUG)
 
 
 def _after_fork_in_child() -> None:

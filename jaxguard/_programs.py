@@ -4,9 +4,9 @@ JAX sends an event in the thread that needs a program before it looks for it in 
 it has compiled or loaded it, or failed. Listeners are called synchronously, so whoever is told before may take the
 time to put the program there. Names of events are JAX's, see `jax.monitoring`.
 
-The key under which JAX stores a program has no public door: the logger of JAX's module for keys tells it, in the same
-thread, just before. If it should fall silent one day, programs have no key: they are still stored and found, only
-nobody waits for another who compiles the same one. A test tells.
+The key under which JAX stores a program is heard in the same thread just before (`_jax_state`). If JAX should fall
+silent one day, programs have no key: they are still stored and found, only nobody waits for another who compiles the
+same one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _entries
+from . import _entries, _jax_state
 
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_KEYS = "jax._src.cache_key"
-_SAYS_A_KEY = "after serializing"
 _DRESS = re.compile(r"^(jit|pjit|pmap)[_(]|\)$")
 
 _CONSTANTS_KEPT = 64
@@ -48,6 +46,8 @@ class Program:
     saved_s: float = 0.0
     waited_s: float = 0.0
     """How long it was waited for while another process compiled it."""
+    asked: bool = False
+    """Whether the store was asked for it."""
     fetched: bool = False
     """Whether it was put where JAX looks for it."""
     stored: bool = True
@@ -82,12 +82,7 @@ class Watch:
 
         jax.monitoring.register_event_listener(self._event)
         jax.monitoring.register_event_duration_secs_listener(self._duration)
-        logging.getLogger(_KEYS).addFilter(self._overhear)
-        self.listen_for_keys()
-
-    def listen_for_keys(self) -> None:
-        """Have JAX tell keys, again after somebody has set the levels of loggers."""
-        logging.getLogger(_KEYS).setLevel(logging.DEBUG)
+        _jax_state.hear_keys(self._hear_key)
 
     def take(self) -> list[Program]:
         """The programs since the last look."""
@@ -97,15 +92,8 @@ class Watch:
 
     # ------------------------------------------------------------ what JAX calls
 
-    def _overhear(self, record: logging.LogRecord) -> bool:
-        """Read the key; let pass only what would have been logged without us."""
-        try:
-            if _SAYS_A_KEY in str(record.msg) and isinstance(record.args, tuple) and _entries.is_key(record.args[-1]):
-                self._here.key = str(record.args[-1])
-        except Exception:  # noqa: BLE001 – a record of another form
-            self._here.key = None
-        above = logging.getLogger(_KEYS).parent
-        return above is None or above.isEnabledFor(record.levelno)
+    def _hear_key(self, key: str) -> None:
+        self._here.key = key if _entries.is_key(key) else None
 
     def _event(self, event: str, **_: Any) -> None:
         here = self._here

@@ -121,10 +121,11 @@ class Store:
     def fetch(self, key: str, into: str) -> dict[str, Any] | None:
         """Put a program where JAX looks for it; return its seal, or None if there is none that is whole."""
         folder = self._entry(key)
+        if not os.path.isdir(folder):  # asked first: it may be published in the next moment
+            return None
         found = _entries.sealed(folder)
         if found is None:
-            if os.path.isdir(folder):
-                self.discard(key)
+            self.discard(key)
             return None
         name, seal = found
         try:
@@ -204,14 +205,14 @@ class Store:
 
     def tidy(self) -> None:
         """Keep the store within its bounds; looked at once an hour, by one worker."""
-        import filelock
-
         stamp = os.path.join(self.path, "tidied")
         try:
             if 0 <= time.time() - os.stat(stamp).st_mtime < _TIDY_EVERY_S:
                 return
         except FileNotFoundError:
             pass
+        import filelock
+
         try:
             with filelock.FileLock(os.path.join(self.path, "tidy.lock"), timeout=0):
                 with open(stamp, "w", encoding="utf-8"):

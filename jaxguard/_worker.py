@@ -214,7 +214,7 @@ class _Desk:
         if picture is not None:
             _inherited.apply(pickle.loads(picture))
             _inherited.apply_changing(pickle.loads(picture))
-            self._cache.watch.listen_for_keys()
+            _jax_state.have_keys_told()
 
     def _do(self, job: Job, descriptors: list[int]) -> int | None:
         """Do one job and answer; return an exit code if this worker is over."""

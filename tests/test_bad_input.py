@@ -87,7 +87,16 @@ def test_good_options(options: dict[str, Any]) -> None:
 def test_options_are_those_that_work() -> None:
     """All options are keyword-only, and none is there before it works."""
     expected = {
-        jaxguard.isolated_jax_worker: ["gpus", "devices", "timeout", "slot_timeout", "reuse", "cpus", "env"],
+        jaxguard.isolated_jax_worker: [
+            "gpus",
+            "devices",
+            "timeout",
+            "slot_timeout",
+            "reuse",
+            "compile_cache",
+            "cpus",
+            "env",
+        ],
         jaxguard.gpu_slot: ["gpus", "devices", "slot_timeout"],
         jaxguard.slot_count: ["gpus", "devices"],
     }

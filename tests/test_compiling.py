@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import json
@@ -83,6 +84,8 @@ def test_six_cold_workers_compile_each_program_once(
     pytest.importorskip(module)
     told = run(slots, tmp_path, work)
     programs = programs_in(tmp_path / "store")
+    compiled = collections.Counter(p["key"] for facts in told for p in facts["programs"] for _ in range(p["compiles"]))
+    assert not [key for key, times in compiled.items() if times > 1], told
     assert sum(facts["compiles"] for facts in told) == len(programs) > 0
     assert sum(facts["cache_hits"] for facts in told) >= (WORKERS - 1) * len(programs)
     assert not any((tmp_path / "store" / "v1" / "private").iterdir()), "no worker leaves a directory"

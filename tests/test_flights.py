@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, folder: pathlib.Path, name: str) -> None:
         self.store = _store.Store(str(folder), "kind")
         self.private = self.store.enter(name)
-        self.flights = _flights.Flights(self.store, self.private, lambda: True)
+        self.flights = _flights.Flights(self.store, self.private)
 
     def needs(self, key: str | None) -> Program:
         program = Program(key=key)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 DOORS = {
     "jax._src.xla_bridge.backends_are_initialized": "_jax_state counts the threads of XLA instead",
+    "jax._src.cache_key.logger": "_jax_state hears no keys: programs are shared, but nobody waits for another",
     "threading._shutdown": "_ending prints what happens, and non-daemon threads of a trial are cut off",
     "atexit._run_exitfuncs": "_ending prints what happens, and atexit handlers of a trial do not run",
     "multiprocessing.process._children": "_starting and _inherited must find another way to disown the keeper",
@@ -75,6 +76,29 @@ def test_backends_are_initialized(run_python: Callable[..., Any]) -> None:
     )
 
     assert done.stdout.split() == ["False", "True"], closed(door) + done.stderr
+
+
+def test_keys_are_logged(run_python: Callable[..., Any]) -> None:
+    """The last thing that JAX logs of a key, before it looks for the program, is the key in the entry's name."""
+    door = "jax._src.cache_key.logger"
+    open_door(door)
+    done = run_python(
+        "import jax, logging, os\n"
+        "from jax._src.cache_key import logger\n"
+        "assert logger is logging.getLogger('jax._src.cache_key')\n"
+        "from jaxguard import _entries, _programs\n"
+        "jax.config.update('jax_compilation_cache_dir', 'here')\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
+        "watch = _programs.Watch()\n"
+        "watch.listen()\n"
+        "jax.jit(lambda x: x * 2)(1.0)\n"
+        "keys = {program.key for program in watch.take()}\n"
+        "assert keys == {_entries.key_of(name) for name in os.listdir('here') if name.endswith('-cache')}, keys\n"
+        "assert keys and None not in keys, keys\n",
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+
+    assert done.returncode == 0, closed(door) + done.stderr
 
 
 def test_shutdown_joins_threads(run_python: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -401,3 +402,18 @@ def let_go(request: pytest.FixtureRequest) -> Iterator[None]:
                 _descriptors.close(int(number))
         except OSError:
             continue
+
+
+def test_who_looks_too_early_takes_nothing_away(store: _store.Store, private: str) -> None:
+    """A reader that looks for a program in the moment in which it is published finds it, or does not; it stays."""
+    keys = [f"{number:064x}" for number in range(400)]
+    another = store.enter("another")
+    looking = [
+        (key, threading.Thread(target=lambda key=key: [store.fetch(key, another) for _ in range(15)])) for key in keys
+    ]
+    for key, thread in looking:
+        write(private, key)
+        thread.start()
+        assert store.publish(key, private)
+        thread.join(30)
+    assert len(list(store.entries())) == len(keys)
