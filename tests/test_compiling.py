@@ -24,7 +24,7 @@ import pytest
 import steps
 
 import jaxguard
-from jaxguard import _caching, _descriptors, _recompiles, _store, isolated_jax_worker
+from jaxguard import _caching, _descriptors, _linux, _recompiles, _store, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -415,3 +415,28 @@ def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.W
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
     assert programs_of(compile_cache=str(folder))["compiles"] == 0
     assert not recwarn.list
+
+
+# ---------------------------------------------------------------- memory
+
+
+def a_new_step(number: int) -> tuple[int, int]:
+    """Build a step, run it, and forget it; return the process and its memory in bytes."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def step(x: Any) -> Any:
+        return jnp.sin(x) * (1.0 + number / 1000)
+
+    step(jnp.ones(3)).block_until_ready()
+    return os.getpid(), _linux.memory_bytes()
+
+
+def test_three_hundred_steps_in_one_warm_worker(slots: Any, tmp_path: pathlib.Path) -> None:
+    """A warm worker does not grow with the steps that trials build: less than 10 % after the first twenty."""
+    slots(1)
+    guarded = isolated_jax_worker(reuse=True, compile_cache=str(tmp_path / "store"))(a_new_step)
+    told = [guarded(number) for number in range(300)]
+    assert len({pid for pid, _ in told}) == 1
+    assert told[-1][1] < 1.1 * told[20][1]

@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 import optuna
+from joblib import Parallel, delayed
+from joblib.externals.loky import get_reusable_executor
 
 from jaxguard import compile_report, isolated_jax_worker, trial_jit
 from jaxguard.testing import fake_slots
@@ -85,6 +87,28 @@ def cold(folder: pathlib.Path, **options: Any) -> tuple[float, int, int]:
     return max(study.trials_dataframe()["value"]), sum(r.compilations for r in report), sum(r.programs for r in report)
 
 
+def plain(folder: pathlib.Path, directory: str | None) -> float:
+    """Start as many processes of joblib's without jaxguard, each with a cache of its own, or one for all."""
+    meeting = folder / "meeting"
+    shutil.rmtree(meeting, ignore_errors=True)
+    meeting.mkdir()
+    get_reusable_executor(max_workers=WORKERS, kill_workers=True).shutdown(wait=True)
+    with environment(JAX_PLATFORMS="cpu", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"):
+        calls = [delayed(plainly)(number, str(meeting), directory) for number in range(WORKERS)]
+        times = Parallel(n_jobs=WORKERS, backend="loky", batch_size=1)(calls)
+    get_reusable_executor(max_workers=WORKERS, kill_workers=True).shutdown(wait=True)
+    return max(times)
+
+
+def plainly(number: int, meeting: str, directory: str | None) -> float:
+    """Do what a trial does, in a process that nobody guards."""
+    jax.config.update("jax_compilation_cache_dir", directory or tempfile.mkdtemp(dir=meeting + "/.."))
+    pathlib.Path(meeting, str(number)).touch()
+    while len(os.listdir(meeting)) < WORKERS:
+        time.sleep(0.002)
+    return first_step()
+
+
 def say(what: str, aim: str, result: str) -> None:
     """Print one row."""
     print(f"{what:<64} {aim:>16} {result:>16}", flush=True)
@@ -92,7 +116,7 @@ def say(what: str, aim: str, result: str) -> None:
 
 def cold_workers(folder: pathlib.Path) -> None:
     """Compare jaxguard with a cache for each worker, and with one JAX cache that all share."""
-    ours, own, shared = [], [], []
+    ours, own, shared, alone, together = [], [], [], [], []
     for number in range(ROUNDS):
         ours.append(cold(folder, compile_cache=str(folder / f"store{number}")))
         own.append(cold(folder, compile_cache="private"))
@@ -100,13 +124,19 @@ def cold_workers(folder: pathlib.Path) -> None:
             JAX_COMPILATION_CACHE_DIR=str(folder / f"jax{number}"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
         ):
             shared.append(cold(folder, compile_cache="off"))
-    seconds = [statistics.median(each[0] for each in way) for way in (ours, own, shared)]
-    ratios = [[a[0] / b[0] for a, b in zip(ours, way, strict=True)] for way in (own, shared)]
-    say(f"{WORKERS} cold workers, last first step: jaxguard, s", "", f"{seconds[0]:.1f}")
-    say("the same with a cache for each worker, s", "", f"{seconds[1]:.1f}")
-    say("the same with one JAX cache that all share, s", "", f"{seconds[2]:.1f}")
-    say("jaxguard / a cache for each", "<= 0.30", f"{statistics.median(ratios[0]):.2f}")
-    say("jaxguard / one JAX cache for all", "<= 0.30", f"{statistics.median(ratios[1]):.2f}")
+        alone.append(plain(folder, None))
+        together.append(plain(folder, str(folder / f"plain{number}")))
+    first = [each[0] for each in ours]
+    say(f"{WORKERS} cold workers, last first step: jaxguard, s", "", f"{statistics.median(first):.1f}")
+    ways = {
+        "processes without jaxguard, a cache for each": alone,
+        "processes without jaxguard, one JAX cache for all": together,
+        "workers of jaxguard, a cache for each": [each[0] for each in own],
+        "workers of jaxguard, one JAX cache for all": [each[0] for each in shared],
+    }
+    for name, times in ways.items():
+        ratio = statistics.median(a / b for a, b in zip(first, times, strict=True))
+        say(f"{name}, s; jaxguard / that", "<= 0.30", f"{statistics.median(times):.1f}; {ratio:.2f}")
     say("compilations, programs: jaxguard", "equal", ", ".join(f"{each[1]}/{each[2]}" for each in ours))
     say("compilations: a cache for each; one for all", "", f"{own[-1][1]}; {shared[-1][1]}")
     warm = cold(folder, compile_cache=str(folder / "store0"))
