@@ -56,7 +56,7 @@ def run(
 
     study = optuna.create_study()
     study.optimize(objective, n_trials=workers, n_jobs=workers)
-    assert len(set(study.trials_dataframe()["value"])) == 1, "each computes the same"
+    assert len({trial.value for trial in study.trials}) == 1, "each computes the same"
     return [trial.user_attrs["jaxguard"] for trial in study.trials]
 
 
@@ -114,9 +114,11 @@ def test_each_program_has_its_key(slots: Any, tmp_path: pathlib.Path) -> None:
 def test_nobody_waits_for_what_jax_does_not_store(slots: Any, tmp_path: pathlib.Path, capfd: Any) -> None:
     """A program with a host callback is marked by the first who compiled it, and the report says why."""
     (first,) = run(slots, tmp_path, steps.printing, 1)
+    (row,) = [program for program in first["programs"] if program["function"] == "step"]
+    if "stored" not in row:
+        pytest.skip("this JAX stores programs with host callbacks")
     store = _store.Store(str(tmp_path / "store"), _store.kinds(str(tmp_path / "store"))[0])
     (key,) = os.listdir(os.path.join(store.path, "marks"))
-    (row,) = [program for program in first["programs"] if program["function"] == "step"]
     assert key.startswith(row["key"])
     assert row["stored"] is False
     flight = store.take_flight(key)  # somebody compiles it for ever
@@ -242,7 +244,7 @@ def test_a_directory_of_ones_own(
     mine = tmp_path / "mine"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(mine))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    assert programs_of()["cache_hits"] == 0
+    assert programs_of()["compiles"] > 0
     assert list(mine.glob("*plain_step*-cache"))
     assert programs_of()["compiles"] == 0
     said = [record.getMessage() for record in caplog.records if record.name == "jaxguard"]
@@ -296,10 +298,8 @@ def test_private_and_off(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     """Neither shares a program; neither leaves anything."""
     monkeypatch.setenv("JAXGUARD_CACHE_DIR", str(tmp_path / "store"))
     for way in ("private", "off"):
-        for _ in range(2):
-            told = programs_of(compile_cache=way)
-            assert told["compiles"] > 0
-            assert told["cache_hits"] == 0
+        first, second = programs_of(compile_cache=way), programs_of(compile_cache=way)
+        assert first["compiles"] == second["compiles"] > 0
     assert not programs_in(tmp_path / "store")
     assert not any((tmp_path / "store" / "v1" / "private").iterdir())
 
@@ -409,7 +409,8 @@ def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.W
         seal = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "compile_s": 1.0}
         pathlib.Path(entry.path, "seal.json").write_text(json.dumps(seal))
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
-    assert not programs_in(folder)
+    for entry in store.entries():  # what was compiled in its place
+        assert all(pathlib.Path(entry.path, name).read_bytes() != data for name in os.listdir(entry.path))
     assert any("Error reading persistent compilation cache" in str(w.message) for w in recwarn.list)
     recwarn.clear()
     assert programs_of(compile_cache=str(folder))["compiles"] > 0

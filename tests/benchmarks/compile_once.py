@@ -84,7 +84,11 @@ def cold(folder: pathlib.Path, **options: Any) -> tuple[float, int, int]:
     with fake_slots(WORKERS):
         study.optimize(guard(lambda trial: at_once(trial, meeting)), n_trials=WORKERS, n_jobs=WORKERS)
     report = compile_report(study)
-    return max(study.trials_dataframe()["value"]), sum(r.compilations for r in report), sum(r.programs for r in report)
+    return (
+        max(trial.value for trial in study.trials),
+        sum(r.compilations for r in report),
+        sum(r.programs for r in report),
+    )
 
 
 def plain(folder: pathlib.Path, directory: str | None) -> float:
