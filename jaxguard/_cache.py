@@ -125,7 +125,8 @@ def _verify_plain(folder: str, name: str, found: Verified) -> None:
     path = os.path.join(folder, name)
     try:
         young = 0 <= time.time() - os.stat(path).st_mtime < _JUST_NOW_S
-        whole = _entries.is_whole(_entries.read(path))
+        with open(path, "rb") as file:
+            whole = _entries.is_whole(file)
     except FileNotFoundError:
         return
     found.checked += 1

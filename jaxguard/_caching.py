@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,13 +82,19 @@ def checked(compile_cache: Any) -> str:
     return compile_cache
 
 
-def plan(compile_cache: str, env: Mapping[str, str]) -> Plan:
+def plan(compile_cache: str, env: Mapping[str, str], of_the_guard: Container[str] = ()) -> Plan:
     """Decide, at a call, for a worker that will have this environment.
+
+    Args:
+        compile_cache: What the guard was told.
+        env: The environment.
+        of_the_guard: Names in it that the guard's `env=` sets or unsets: they are nearer to the call than what the
+            caller has set for itself.
 
     Raises:
         ValueError: If a guard and the user's own settings for JAX say different things.
     """
-    by_hand = _set_by_hand()
+    by_hand = {name: value for name, value in _set_by_hand().items() if name.upper() not in of_the_guard}
     own = sorted({*by_hand, *(name for name in _DEFAULTS if env.get(name.upper()))})
     if not own:
         if compile_cache == OFF:

@@ -6,6 +6,7 @@ Sources: JAX's documentation of its persistent compilation cache; RFC 1950 (zlib
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ SUFFIX = "-cache"
 """How the names of JAX's entries end; before it stand the function's name and the key."""
 SEAL = "seal.json"
 _KEY = re.compile(r"[0-9a-f]{16,128}")
+_CHUNK_BYTES = 1 << 20
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
@@ -36,48 +38,51 @@ def key_of(name: str) -> str | None:
     return key if name.endswith(SUFFIX) and is_key(key) else None
 
 
-def is_whole(data: bytes) -> bool:
+def is_whole(file: io.BufferedReader | io.BytesIO) -> bool:
     """Say whether an entry of JAX can be decompressed to its end; one in a form that is not known here counts so."""
+    head = file.read(len(_ZSTD))
+    file.seek(0)
+    stream: Any = _zstd() if head == _ZSTD else zlib.decompressobj()
+    if stream is None:
+        return True
     try:
-        if data[:4] == _ZSTD:
-            return _zstd_is_whole(data)
-        stream = zlib.decompressobj()
-        rest = data
-        while rest and not stream.eof:
-            stream.decompress(rest, 1 << 24)
-            rest = stream.unconsumed_tail
+        while not stream.eof and (chunk := file.read(_CHUNK_BYTES)):
+            stream.decompress(chunk)
     except Exception:  # noqa: BLE001 – each library has its own
         return False
-    return stream.eof
+    return bool(stream.eof)
 
 
-def _zstd_is_whole(data: bytes) -> bool:
+def _zstd() -> Any:
+    """A decompressor of the library that JAX uses, where it is."""
     try:
         import zstandard  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         try:
             from compression import zstd  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            return True
-        return bool(zstd.decompress(data))
-    return bool(zstandard.ZstdDecompressor().decompress(data))
+            return None
+        return zstd.ZstdDecompressor()
+    return zstandard.ZstdDecompressor().decompressobj()
 
 
 def sealed(folder: str) -> tuple[str, dict[str, Any]] | None:
     """The name of a program's file and its seal, if the one is what the other says."""
     try:
-        seal = json.loads(read(os.path.join(folder, SEAL)))
+        with open(os.path.join(folder, SEAL), encoding="utf-8") as file:
+            seal = json.load(file)
         name = next(name for name in os.listdir(folder) if name.endswith(SUFFIX))
-        data = read(os.path.join(folder, name))
-        sound = seal["sha256"] == hashlib.sha256(data).hexdigest()
+        with open(os.path.join(folder, name), "rb") as entry:
+            sound = seal["sha256"] == digest(entry)
     except (OSError, ValueError, TypeError, KeyError, StopIteration):
         return None
     return (name, seal) if sound else None
 
 
-def read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def digest(file: io.BufferedReader | io.BytesIO) -> str:
+    """SHA-256 of what is in a file, from its beginning."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(folder: str) -> None:
@@ -97,4 +102,6 @@ def link(source: str, target: str) -> None:
     except FileNotFoundError:
         raise
     except OSError:
-        shutil.copyfile(source, target)
+        beside = f"{target}.{secrets.token_hex(8)}"
+        shutil.copyfile(source, beside)
+        os.rename(beside, target)  # nobody reads half of it

@@ -14,7 +14,8 @@ import time
 from . import _descriptors, _entries, _store
 from ._programs import Program
 
-_LONGEST_WAIT_S = 300.0
+_LONGEST_WAIT_S = 1200.0
+"""Longer than large programs take; a compiler that hangs is not told from a slow one."""
 _SAY_SO_S = 30.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.05
 
@@ -96,6 +97,8 @@ class Flights:
                     "jaxguard: another worker compiles the same program; waiting for it since %.0f s", waited
                 )
             time.sleep(poll_s)
+            if self._fetch(program):
+                return
             poll_s = min(_LONGEST_POLL_S, 1.5 * poll_s)
         self._flights[id(program)] = flight
         if self._fetch(program):  # the one before us has published it

@@ -58,7 +58,7 @@ class PackedCall:
             env = _asked_for(options)
             self.at_import = _starting.read_at_import(env)
             self.env = _environment.thread_variables() | env  # the user's own settings win
-            self.cache = _caching.plan(options.compile_cache, env)
+            self.cache = _caching.plan(options.compile_cache, env, dict(options.env))
             self.picture = _picture(options)
         except BaseException:
             self.close()

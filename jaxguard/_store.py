@@ -12,7 +12,6 @@ reader takes it by a hard link, so removing it takes it from nobody.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -152,15 +151,16 @@ class Store:
         if name is None:
             return False
         path = os.path.join(private, name)
-        data = _entries.read(path)
-        if not _entries.is_whole(data):
+        with open(path, "rb") as file:
+            whole, digest = _entries.is_whole(file), _entries.digest(file)
+        if not whole:
             os.unlink(path)
             raise _entries.Torn(name)
         building = os.path.join(private, f".new-{secrets.token_hex(8)}")
         os.mkdir(building, 0o700)
         try:
             _entries.link(path, os.path.join(building, name))
-            seal = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), **facts}
+            seal = {"sha256": digest, "bytes": os.path.getsize(path), **facts}
             with open(os.path.join(building, _entries.SEAL), "w", encoding="utf-8") as file:
                 json.dump(seal, file)
             os.rename(building, self._entry(key))

@@ -24,7 +24,7 @@ import pytest
 import steps
 
 import jaxguard
-from jaxguard import _caching, _descriptors, _linux, _recompiles, _store, isolated_jax_worker
+from jaxguard import _caching, _descriptors, _gpus, _linux, _recompiles, _store, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,6 +270,24 @@ def test_a_directory_set_by_hand_in_the_parent(tmp_path: pathlib.Path, run_pytho
     assert done.stderr.count("jax.config.jax_compilation_cache_dir") == 1
 
 
+def test_a_directory_of_one_guard(tmp_path: pathlib.Path, run_python: Any) -> None:
+    """`env=` of a guard is nearer to the call than what the parent has: it sets a cache, and unsets one."""
+    code = f"""
+        import jax, steps
+        from jaxguard import isolated_jax_worker
+        mine = {{"JAX_COMPILATION_CACHE_DIR": {str(tmp_path / "mine")!r}}}
+        mine["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        isolated_jax_worker(env=mine)(steps.plain)()
+        jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "parent")!r})
+        store = {str(tmp_path / "store")!r}
+        isolated_jax_worker(env={{"JAX_COMPILATION_CACHE_DIR": None}}, compile_cache=store)(steps.plain)()
+    """
+    run_python(textwrap.dedent(code), env={"PYTHONPATH": str(pathlib.Path(__file__).parent)}).check()
+    assert list((tmp_path / "mine").glob("*plain_step*-cache"))
+    assert programs_in(tmp_path / "store")
+    assert not (tmp_path / "parent").exists()
+
+
 def own_directory_inside(path: pathlib.Path) -> float:
     import jax
 
@@ -416,6 +434,25 @@ def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.W
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
     assert programs_of(compile_cache=str(folder))["compiles"] == 0
     assert not recwarn.list
+
+
+# ---------------------------------------------------------------- what fits together
+
+
+def test_programs_are_kept_apart_by_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another jaxlib, another GPU model, another processor: another part of the store, whose name says which."""
+    cpu = _gpus.Device("cpu:0", 0, "cpu", None, "lock", "line")
+    gpu = _gpus.Device("GPU-1", 0, "NVIDIA H100 80GB HBM3", None, "lock", "line")
+    names = [_caching.kind_of((cpu,)), _caching.kind_of((gpu,)), _caching.kind_of((gpu, gpu))]
+    assert names[0].startswith("jaxlib-")
+    assert "NVIDIA-H100-80GB-HBM3" in names[1]
+    assert names[1] == names[2] != names[0]
+    monkeypatch.setattr("jaxlib.version.__version__", "9.9.9")
+    names.append(_caching.kind_of((cpu,)))
+    assert names[3].startswith("jaxlib-9.9.9,cpu-")
+    monkeypatch.setattr(_caching, "_cpu", lambda: "another")
+    names.append(_caching.kind_of((cpu,)))
+    assert len(set(names)) == 4
 
 
 # ---------------------------------------------------------------- memory

@@ -175,6 +175,23 @@ def test_transformations_around_and_inside() -> None:
     assert jax.value_and_grad(square)(2.0)[1] == 4.0
 
 
+def test_shardings() -> None:
+    """Shardings are `jax.jit`'s: over the devices of the slot."""
+
+    def sharded() -> list[Any]:
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        mesh = Mesh(jax.devices(), ("batch",))
+        split = NamedSharding(mesh, PartitionSpec("batch"))
+        step = trial_jit(lambda x, w: x * w, traced={"w": 3.0}, out_shardings=split)
+        result = step(jax.device_put(jnp.arange(4.0), split))
+        return [len(result.sharding.device_set), result.sharding == split, result.tolist()]
+
+    assert isolated_jax_worker(gpus=2)(sharded)() == [2, True, [0.0, 3.0, 6.0, 9.0]]
+
+
 # ---------------------------------------------------------------------------------------- what it wraps
 
 
