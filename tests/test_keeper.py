@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import signal
@@ -199,6 +200,7 @@ def test_nothing_accumulates(fresh_guard: Callable[..., Any], wait_until: Callab
     fresh_guard(leave_behind)()
     keeper = keeper_pid()
     descriptors = len(os.listdir(f"/proc/{keeper}/fd"))
+    gc.collect()  # what earlier tests have dropped
     own = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         fresh_guard(os.getpid)()
@@ -208,7 +210,7 @@ def test_nothing_accumulates(fresh_guard: Callable[..., Any], wait_until: Callab
     assert _linux.children(keeper) == set()
     # It reports before it closes the line of the report.
     wait_until(lambda: len(os.listdir(f"/proc/{keeper}/fd")) <= descriptors, "the keeper has as many descriptors again")
-    assert len(os.listdir("/proc/self/fd")) == own
+    assert len(os.listdir("/proc/self/fd")) <= own
 
 
 # ---------------------------------------------------------------------------------------- the keeper is killed
