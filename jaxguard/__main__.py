@@ -130,19 +130,30 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Check each entry, and remove those that are torn: JAX would warn of them, and compile, for ever.",
     )
     verify.add_argument(
-        "path", nargs="?", metavar="PATH", help="a directory of JAX's own compilation cache (default: jaxguard's store)"
+        "path",
+        nargs="?",
+        metavar="PATH",
+        help="a directory of JAX's own compilation cache, or another store (default: the store of JAXGUARD_CACHE_DIR)",
     )
     verify.set_defaults(action="verify")
 
-    prune = actions.add_parser("prune", parents=[json], help="remove programs by age or size")
+    prune = actions.add_parser(
+        "prune",
+        parents=[json],
+        help="remove programs by age or size",
+        description="Remove programs that were not used for long, or do not fit; with both, those that either names.",
+    )
     prune.add_argument(
-        "--older-than", type=_read("as_seconds"), metavar="AGE", help="those not used for so long: 12h, 30d, 4w"
+        "--older-than",
+        type=_read("as_seconds"),
+        metavar="AGE",
+        help="remove what was not used for so long: 12h, 30d, 4w",
     )
     prune.add_argument(
         "--max-size",
         type=_read("as_bytes"),
         metavar="SIZE",
-        help="those not used for longest, until so much is left: 10GB",
+        help="remove what was not used for longest, until at most so much remains: 500MB, 10GB",
     )
     prune.set_defaults(action="prune", refuse=prune.error)
 
@@ -163,9 +174,9 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help, default=argparse.SUPPRESS)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from . import __version__
 
-        print(f"jaxguard {version('jaxguard')}")  # noqa: T201 -- this is what was asked for
+        print(f"jaxguard {__version__}")  # noqa: T201 -- this is what was asked for
         parser.exit()
 
 

@@ -100,8 +100,11 @@ def _queue(
 def _facts(running: _interrupts.Call) -> dict[str, Any]:
     """What a holder tells its own user: which function, for which trial."""
     trial = next(iter(running.roots.trials), None)
-    study = None if trial is None else trial.study.study_name
-    return {"function": running.name, "study": study, "trial": None if trial is None else trial.number}
+    return {
+        "function": running.name,
+        "study": running.roots.study_name,
+        "trial": None if trial is None else trial.number,
+    }
 
 
 def _refuse_occupied(request: _devices.Request) -> None:

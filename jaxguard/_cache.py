@@ -13,8 +13,8 @@ from typing import Any
 from . import _entries, _store
 
 _VERSION = 1
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_TIMES = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_TIMES = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _JUST_NOW_S = 60.0
 """A file of a plain cache directory that was changed so recently may be in the middle of being written."""
 
@@ -43,11 +43,14 @@ def prune(options: argparse.Namespace) -> int:
     oldest = None if options.older_than is None else time.time() - options.older_than
     most = float("inf") if options.max_size is None else options.max_size
     gone = _store.prune(_stores(_store.root()), lambda entry: oldest is not None and entry.used < oldest, most)
-    freed = sum(entry.bytes for entry in gone)
-    if options.json:
-        print(json.dumps({"version": _VERSION, "removed": len(gone), "bytes": freed}))  # noqa: T201 – as above
-    else:
-        print(f"removed {_count(len(gone))} ({size(freed)}); workers that use them keep them")  # noqa: T201 – as above
+    view: dict[str, Any] = {
+        "version": _VERSION,
+        "path": _store.root(),
+        "removed": [os.path.basename(entry.path) for entry in gone],
+        "bytes": sum(entry.bytes for entry in gone),
+    }
+    words = f"removed {_count(len(gone))} ({size(view['bytes'])})" if gone else "nothing to remove"
+    print(json.dumps(view, indent=2) if options.json else words)  # noqa: T201 – as above
     return 0
 
 
@@ -64,22 +67,26 @@ def look(root: str) -> dict[str, Any]:
                 "last_used": max((entry.used for entry in entries), default=None),
             }
         )
-    return {"version": _VERSION, "path": root, "kinds": kinds, "most_bytes": _store.MOST_BYTES}
+    return {"version": _VERSION, "path": root, "kinds": kinds, "limit_bytes": _store.MOST_BYTES}
 
 
 def as_text(view: dict[str, Any]) -> str:
     """The same for people."""
-    if not view["kinds"]:
+    if not any(kind["programs"] for kind in view["kinds"]):
         return f"{view['path']}: no program yet"
-    rows = [("PROGRAMS", "SIZE", "LAST USED", "KIND")]
+    rows = [("PROGRAMS", "SIZE", "LAST USED", "FOR")]
     for kind in view["kinds"]:
+        if not kind["programs"]:
+            continue
         used = (
             "never" if kind["last_used"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(kind["last_used"]))
         )
         rows.append((str(kind["programs"]), size(kind["bytes"]), used, kind["kind"]))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*(row[i].rjust(widths[i]) for i in range(3)), row[3]]) for row in rows]
-    return "\n".join([f"{view['path']} (programs not used for longest go beyond {size(view['most_bytes'])})", *lines])
+    return "\n".join(
+        [f"{view['path']} (at most {size(view['limit_bytes'])}; those not used for longest go first)", *lines]
+    )
 
 
 @dataclass
@@ -93,9 +100,10 @@ class Verified:
 
     def in_words(self) -> str:
         """As people read it."""
-        torn = f"{len(self.removed)} torn, and removed" if self.removed else "all whole"
-        young = f"; {self.too_young} passed over, written just now" if self.too_young else ""
-        return "\n".join([f"{self.path}: {_count(self.checked)} checked, {torn}{young}", *self.removed])
+        torn = f"{len(self.removed)} torn and removed:" if self.removed else "all whole"
+        young = f"{self.too_young} not judged, written in the last minute; " if self.too_young else ""
+        checked = f"{_count(self.checked)} checked, {torn}" if self.checked else "no program to check here"
+        return "\n".join([f"{self.path}: {young}{checked}", *self.removed])
 
 
 def verified(path: str, *, plain: bool) -> Verified:
@@ -129,14 +137,13 @@ def _verify_plain(folder: str, name: str, found: Verified) -> None:
             whole = _entries.is_whole(file)
     except FileNotFoundError:
         return
-    found.checked += 1
-    if whole:
-        return
-    if young:
+    if young and not whole:
         found.too_young += 1
         return
-    os.unlink(path)
-    found.removed.append(name)
+    found.checked += 1
+    if not whole:
+        os.unlink(path)
+        found.removed.append(name)
 
 
 def _stores(root: str) -> list[_store.Store]:
@@ -157,21 +164,21 @@ def size(count: float) -> str:
 
 def as_bytes(text: str) -> int:
     """Read a size, as 500MB or 10G."""
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt])b?", text.strip().lower())
     try:
         return int(float(match[1]) * _SIZES[match[2]])  # type: ignore[index]
     except (TypeError, ValueError):
-        message = f"{text!r} is not a size; 500MB and 10GB are"
+        message = f"{text!r} is not a size; sizes are such as 500MB and 10GB (kB, MB, GB, TB)"
         raise argparse.ArgumentTypeError(message) from None
 
 
 def as_seconds(text: str) -> float:
     """Read an age, as 12h or 30d."""
-    match = re.fullmatch(r"([0-9.]+)\s*([mhdw])", text.strip().lower())
+    match = re.fullmatch(r"([0-9.]+)\s*([hdw])", text.strip().lower())
     try:
         return float(match[1]) * _TIMES[match[2]]  # type: ignore[index]
     except (TypeError, ValueError):
-        message = f"{text!r} is not an age; 12h, 30d and 4w are"
+        message = f"{text!r} is not an age; ages are such as 12h, 30d and 4w (hours, days, weeks)"
         raise argparse.ArgumentTypeError(message) from None
 
 

@@ -32,7 +32,10 @@ _DEFAULTS: dict[str, Any] = {
     "jax_persistent_cache_enable_xla_caches": "xla_gpu_per_fusion_autotune_cache_dir",
 }
 """JAX's settings of its cache, and the values that they have when nobody has set them."""
+_DECIDING = (_DIRECTORY, "jax_enable_compilation_cache")
+"""Those that make the cache the user's: the others without them are settings of a cache that is not there."""
 _OURS: dict[str, Any] = {
+    "jax_compilation_cache_max_size": -1,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",  # else the directory is part of each key
@@ -95,23 +98,24 @@ def plan(compile_cache: str, env: Mapping[str, str], of_the_guard: Container[str
         ValueError: If a guard and the user's own settings for JAX say different things.
     """
     by_hand = {name: value for name, value in _set_by_hand().items() if name.upper() not in of_the_guard}
-    own = sorted({*by_hand, *(name for name in _DEFAULTS if env.get(name.upper()))})
+    own = sorted(name for name in _DECIDING if name in by_hand or env.get(name.upper()))
     if not own:
         if compile_cache == OFF:
             return Plan()
         directory = compile_cache if os.path.isabs(compile_cache) else _store.root()
         return Plan(PRIVATE if compile_cache == PRIVATE else SHARED, directory, secrets.token_hex(8))
-    words = ", ".join(name.upper() if name.upper() in env else f"jax.config.{name}" for name in own)
+    words = " and ".join(name.upper() if name.upper() in env else f"jax.config.{name}" for name in own)
     if compile_cache not in {SHARED, OFF}:
         text = (
-            f"compile_cache={compile_cache!r} and {words} are both set, and only one can be in force. Unset the second "
-            "(jaxguard sets up JAX's cache by itself), or leave compile_cache= away."
+            f"compile_cache={compile_cache!r} of the guard and {words} are both set, and only one can be in force. "
+            "Remove the second (jaxguard sets up JAX's cache by itself), or leave compile_cache= away."
         )
         raise ValueError(text)
     if compile_cache == SHARED:
         _tell_once(
-            f"jaxguard: {words} is set, so JAX's compilation cache is yours: workers use it as it is, and do not share "
-            f'programs by way of jaxguard. Unset it to have that, or say compile_cache="off".'
+            f"jaxguard: workers share no programs through jaxguard, because {words} is set: JAX's own cache is used as "
+            f"you have set it up. Remove that to share through jaxguard; to keep it and silence this, say "
+            'compile_cache="off".'
         )
     return Plan(own=by_hand)
 
@@ -135,11 +139,11 @@ def _tell_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def learn(facts: dict[str, Any]) -> None:
+def learn(topic: tuple[str | None, str], facts: dict[str, Any]) -> None:
     """Take in what a worker tells of a call: say what is to be said, each thing once."""
     for note in facts.get("notes", []):
         _tell_once(note)
-    _recompiles.learn(facts.get("programs", []))
+    _recompiles.learn(topic, facts.get("programs", []))
 
 
 # ---------------------------------------------------------------- in the worker
@@ -186,7 +190,7 @@ class Cache:
                 reason = (
                     str(error) if isinstance(error, errors.JaxguardError) else f"{error.strerror}: {error.filename}"
                 )
-                self._notes.append(_lost(reason))
+                self._notes.append(_lost(reason, self._plan))
                 jax.config.update(_DIRECTORY, None)
                 self._aside = True
 
@@ -237,14 +241,14 @@ class Cache:
         """What there is to say since the last look."""
         notes, self._notes = self._notes, []
         if self._flights is not None:
-            notes += [_lost(reason) for reason in self._flights.take_lost()]
+            notes += [_lost(reason, self._plan) for reason in self._flights.take_lost()]
         return {**_programs.facts(self.watch.take()), "notes": notes}
 
 
-def _lost(reason: str) -> str:
+def _lost(reason: str, plan: Plan) -> str:
     return (
-        f"jaxguard: compiled programs are not kept: {reason}. Trials run, and each compiles for itself. "
-        f"{_settings.CACHE_DIR} names another directory."
+        f"jaxguard: compiled programs are not kept in {plan.root}: {reason}. Trials run, and each compiles for itself. "
+        f"Mend it, or name another directory (compile_cache= of the guard, or {_settings.CACHE_DIR})."
     )
 
 

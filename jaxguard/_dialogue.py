@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class Talk:
     timeout: float
     interrupted: Callable[[], BaseException | None]
     """Gives what the call shall raise instead, once a signal has ended it."""
+    topic: tuple[str | None, str] = (None, "")
+    """The study and the function: what belongs together when programs are compared."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the worker told about the run: seconds, compilations, memory."""
 
@@ -107,7 +110,7 @@ class Worker:
             self._known.append(key)
             self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
         job = _worker.Job(
-            talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last, _recompiles.to_look_at()
+            talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last, _recompiles.to_look_at(talk.topic)
         )
         self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
         try:
@@ -178,9 +181,9 @@ class Worker:
             if self._private is not None:
                 _store.remove_private(self._private)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A worker that nobody has any more (an exception came between two steps) is ended, and its slot is free."""
-        if not self.__dict__.get("_closed", True):
+        if not self.__dict__.get("_closed", True) and not is_finalizing():
             self.close()
             self.lease.close()
 

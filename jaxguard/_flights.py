@@ -64,7 +64,7 @@ class Flights:
                 _descriptors.close(flight)
 
     def _lose(self, error: OSError) -> None:
-        self._lost.add(f"{error.strerror or error}: {self._store.root}")
+        self._lost.add(error.strerror or str(error))
 
     @property
     def _flights(self) -> dict[int, int]:

@@ -205,7 +205,7 @@ def isolated_jax_worker(
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
-    compile_cache: str = "shared",
+    compile_cache: str | os.PathLike[str] = "shared",
     cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> IsolatedJaxWorker: ...
@@ -218,7 +218,7 @@ def isolated_jax_worker(
     timeout: float = math.inf,
     slot_timeout: float = math.inf,
     reuse: bool = False,
-    compile_cache: str = "shared",
+    compile_cache: str | os.PathLike[str] = "shared",
     cpus: int | None = None,
     env: Mapping[str, str | None] | None = None,
 ) -> Any:
@@ -245,8 +245,8 @@ def isolated_jax_worker(
         slot_timeout: Seconds to wait for a slot; 0 tries once, `inf` never gives up.
         reuse: Whether calls share warm processes, one at a time, instead of each having a fresh one.
         compile_cache: Where compiled programs go: "shared" for this user's store, where a worker takes what another one
-            has compiled; "private" for a directory that goes with the worker; "off" for none; or the absolute path of a
-            directory, for a store of its own.
+            has compiled; "private" for a directory that goes with the worker; "off" for what JAX does by itself; or the
+            absolute path of a directory, for a store of its own.
         cpus: How many cores the worker may use; None for its slot's share of them, near its GPU where the system tells.
         env: Environment variables of the worker, in force before anything is imported there; None unsets one.
 
@@ -256,7 +256,8 @@ def isolated_jax_worker(
     Raises:
         TypeError: At decoration, for options of a wrong type, generator and coroutine functions, a function already
             wrapped by `@hydra.main`. At a call, for an argument, capture or result that cannot be pickled.
-        ValueError: At decoration, for options out of range. At a call, for more GPUs than there are.
+        ValueError: At decoration, for options out of range. At a call, for more GPUs than there are, or a
+            `compile_cache` that is not "shared" or "off" where the user has set up JAX's cache too.
         SlotTimeout: At a call, if no slot came free within `slot_timeout`.
         NoDevices: At a call, if this host offers this process no such devices.
         WorkerTimeout: At a call, if it ran longer than `timeout`.

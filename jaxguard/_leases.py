@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import _beacons, _descriptors, _linux, _locks, _records, _tenants
@@ -105,9 +107,9 @@ class Lease:
         self._connections = still
         return [_linux.peer(connection) for connection in still]
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A lease that nobody has any more (an exception came between two steps) must not keep its devices."""
-        if "_connections" in self.__dict__:
+        if "_connections" in self.__dict__ and not is_finalizing():  # then modules are empty, and the kernel does it
             self.close()
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from . import _descriptors
 SUSPICIOUS = 3
 """So many calls that each brought a new program of one function, and it is looked at."""
 _LOOKS = 4
+_SHOWN = 4
 _ROOM_BYTES = 1 << 30
 _LOCATION = re.compile(r"^#loc.*$|\bloc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
 _CONSTANT = re.compile(r"dense<([^>]*)>")
@@ -96,23 +97,26 @@ class _Known:
     settled: bool = False
 
 
-_functions: dict[str, _Known] = {}
+Topic = tuple[str | None, str]
+"""A study and its guarded function: two studies may have functions of one name that have nothing else in common."""
+
+_functions: dict[Topic, dict[str, _Known]] = {}
 _lock = threading.Lock()
 
 
-def to_look_at() -> tuple[str, ...]:
+def to_look_at(topic: Topic) -> tuple[str, ...]:
     """The functions that the next worker shall look at."""
     with _lock:
         return tuple(
             sorted(
                 name
-                for name, known in _functions.items()
+                for name, known in _functions.get(topic, {}).items()
                 if known.calls >= SUSPICIOUS and known.looks < _LOOKS and not known.settled
             )
         )
 
 
-def learn(programs: list[dict[str, Any]]) -> None:
+def learn(topic: Topic, programs: list[dict[str, Any]]) -> None:
     """Take in which programs a call needed; warn once of a function that needs another each time."""
     in_this_call: dict[str, list[dict[str, Any]]] = {}
     for program in programs:
@@ -120,7 +124,7 @@ def learn(programs: list[dict[str, Any]]) -> None:
             in_this_call.setdefault(program["function"], []).append(program)
     for function, needed in in_this_call.items():
         with _lock:
-            text = _learn(_functions.setdefault(function, _Known()), function, needed)
+            text = _learn(_functions.setdefault(topic, {}).setdefault(function, _Known()), function, needed)
         if text:
             logger.warning("%s", text)
 
@@ -150,10 +154,12 @@ def differing(programs: list[list[str]]) -> list[str]:
 
 def describe(function: str, count: int, values: list[str]) -> str:
     """Say it, with the cures."""
-    shown = ", ".join(values[:4]) + (" …" if len(values) > 4 or count > len(values) else "")
+    shown = ", ".join(values[:_SHOWN]) + (" …" if len(values) > _SHOWN else "")
     return (
-        f"jaxguard: {function} was compiled {count} times; only constants changed ({shown}). Pass them with traced= of "
-        "trial_jit, as arguments, build the optimizer inside the step, or use optax.inject_hyperparams."
+        f"jaxguard: {function} was compiled into {count} programs; only constants changed ({shown}). Pass them to it "
+        "instead: with traced= of trial_jit, or as array arguments that are not static. With optax, which writes a "
+        "learning rate with a minus sign: build the optimizer inside the step from such an argument, or use "
+        "optax.inject_hyperparams."
     )
 
 

@@ -12,6 +12,7 @@ pruner and storage works, and nothing is a silent copy.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -41,6 +42,12 @@ class Roots:
     @property
     def trials(self) -> list[Any]:
         return [root for root in self.objects if isinstance(root, sys.modules["optuna"].trial.Trial)]
+
+    @functools.cached_property
+    def study_name(self) -> str | None:
+        """The study of the first trial; looked up once, as it may be in a database."""
+        trial = next(iter(self.trials), None)
+        return None if trial is None else str(trial.study.study_name)
 
     def replace(self, obj: object) -> Any:
         """The reduction of an object that stays here, for `_calls.pack`."""

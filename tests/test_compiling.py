@@ -249,10 +249,25 @@ def test_a_directory_of_ones_own(
     assert programs_of()["compiles"] == 0
     said = [record.getMessage() for record in caplog.records if record.name == "jaxguard"]
     assert len(said) == 1
-    assert "JAX_COMPILATION_CACHE_DIR, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set" in said[0]
+    assert "because JAX_COMPILATION_CACHE_DIR is set" in said[0]
     assert programs_of(compile_cache="off")["compiles"] == 0
-    with pytest.raises(ValueError, match="compile_cache='private' and JAX_COMPILATION_CACHE_DIR"):
+    with pytest.raises(ValueError, match="compile_cache='private' of the guard and JAX_COMPILATION_CACHE_DIR"):
         isolated_jax_worker(compile_cache="private")(steps.plain)()
+
+
+def test_settings_of_a_cache_that_is_not_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a directory they mean nothing to JAX, and are no reason to share nothing."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "100")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1")
+    store = str(tmp_path / "store")
+    assert programs_of(compile_cache=store)["compiles"] > 0
+    assert programs_of(compile_cache=store)["compiles"] == 0
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    monkeypatch.setattr(_caching, "_told", set())
+    assert programs_of()["compiles"] > 0
+    assert "JAX_ENABLE_COMPILATION_CACHE is set" in caplog.text
 
 
 def test_a_directory_set_by_hand_in_the_parent(tmp_path: pathlib.Path, run_python: Any) -> None:

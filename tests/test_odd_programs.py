@@ -285,3 +285,16 @@ def test_a_worker_that_is_stopped_while_it_ends(fresh_guard: Any, monkeypatch: p
 
     assert fresh_guard(leave)() == 7
     assert fresh_guard(lambda: 8, slot_timeout=0)() == 8
+
+
+def test_a_block_in_a_script_ends_without_a_word(run_python: Any) -> None:
+    """A worker that is still a variable when the interpreter ends is let go of silently."""
+    done = run_python(
+        "import jax\n"
+        "from jaxguard import isolated_jax_worker\n"
+        "with isolated_jax_worker(reuse=True) as worker:\n"
+        "    assert worker(int) == 0\n"
+        "with isolated_jax_worker() as another:\n"
+        "    assert another(int) == 0\n"
+    ).check()
+    assert done.stderr == ""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxguard import _programs, _recompiles, compile_report, isolated_jax_worker, trial_jit
+from jaxguard._report import CompiledFunction, CompileReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,18 +84,40 @@ def test_programs_that_differ_only_in_constants(
     """One warning per function, with values and cures; the report has the same, from the attributes alone."""
     study = study_of(with_a_closure, reuse=reuse)
     (warning,) = said(caplog)
-    assert warning.startswith("jaxguard: closed_step was compiled ")
-    for cure in ("traced=", "as arguments", "build the optimizer inside the step", "optax.inject_hyperparams"):
+    assert warning.startswith("jaxguard: closed_step was compiled into ")
+    for cure in ("traced=", "as array arguments", "build the optimizer inside the step", "optax.inject_hyperparams"):
         assert cure in warning
     rates = {f"{trial.params['lr']:g}" for trial in study.trials}
     report = compile_report(study)
     row = report[0]
     assert (row.function, row.trials, row.programs, row.compilations) == ("closed_step", 6, 6, 6)
-    assert row.seconds > 0
+    assert row.compile_s > 0
     assert len(row.constants) >= 2
     assert {f"{float(constant):.4g}" for constant in row.constants} <= {f"{float(rate):.4g}" for rate in rates}
     assert "only constants changed" in str(report)
     assert "function" in str(report).splitlines()[0]
+
+
+def test_studies_do_not_tell_of_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Two studies in one program may have functions of one name: each has its own reasons, and its own warning."""
+    for _ in range(2):
+        assert compile_report(study_of(with_a_closure))[0].constants
+    assert len(said(caplog)) == 2
+
+
+def test_what_is_no_study() -> None:
+    """Say what it takes."""
+    with pytest.raises(TypeError, match="compile_report takes an Optuna study, not list"):
+        compile_report([])  # type: ignore[arg-type]
+
+
+def test_a_notebook_shows_the_table() -> None:
+    """The last value of a cell is the table, not a list."""
+    row = CompiledFunction("<lambda>", 1, 1, 1, 0.5, 0.0, stored=True, constants=())
+    small = CompiledFunction("small", 1, 1, 1, 0.001, 0.0, stored=True, constants=())
+    report = CompileReport([row, small])
+    assert "&lt;lambda&gt;" in report._repr_html_()
+    assert str(report).splitlines()[-1] == "and 1 functions of less than 0.05 s each"
 
 
 def test_one_program_with_traced(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +176,7 @@ def test_many_programs_do_not_swell_the_study() -> None:
     trial.set_user_attr("jaxguard", facts)
     study.tell(trial, 0.0)
     (others,) = [row for row in compile_report(study) if row.function == "(others)"]
-    assert (others.programs, others.compilations, others.seconds) == (4, 4, 6.0)
+    assert (others.programs, others.compilations, others.compile_s) == (4, 4, 6.0)
 
 
 # ---------------------------------------------------------------- what differs
