@@ -24,6 +24,7 @@ SUSPICIOUS = 3
 """So many calls that each brought a new program of one function, and it is looked at."""
 _LOOKS = 4
 _SHOWN = 4
+_ARRAY = "an array"
 _ROOM_BYTES = 1 << 30
 _LOCATION = re.compile(r"^#loc.*$|\bloc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
 _CONSTANT = re.compile(r"dense<([^>]*)>")
@@ -78,7 +79,7 @@ def _short(constant: str) -> str:
             return f"{float(constant):g}"
         except ValueError:  # true, false
             return constant
-    return f"an array ({hashlib.blake2b(constant.encode(), digest_size=3).hexdigest()})"
+    return f"{_ARRAY} ({hashlib.blake2b(constant.encode(), digest_size=3).hexdigest()})"
 
 
 # ---------------------------------------------------------------- in the calling process
@@ -155,6 +156,11 @@ def differing(programs: list[list[str]]) -> list[str]:
 def describe(function: str, count: int, values: list[str]) -> str:
     """Say it, with the cures."""
     shown = ", ".join(values[:_SHOWN]) + (" …" if len(values) > _SHOWN else "")
+    if all(value.startswith(_ARRAY) for value in values):
+        return (
+            f"jaxguard: {function} was compiled into {count} programs; only arrays changed that it has captured. Pass "
+            "them to it as arguments."
+        )
     return (
         f"jaxguard: {function} was compiled into {count} programs; only constants changed ({shown}). Pass them to it "
         "instead: with traced= of trial_jit, or as array arguments that are not static. With optax, which writes a "

@@ -201,6 +201,7 @@ def test_an_array_is_told_apart_without_being_shown() -> None:
     assert one != other
     assert one.startswith("an array (")
     assert _recompiles.differing([["1", one], ["1", other]]) == [one, other]
+    assert "only arrays changed that it has captured" in _recompiles.describe("step", 2, [one, other])
 
 
 def test_no_room_no_look(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
