@@ -175,7 +175,9 @@ def test_many_programs_do_not_swell_the_study() -> None:
     trial = study.ask()
     trial.set_user_attr("jaxguard", facts)
     study.tell(trial, 0.0)
-    (others,) = [row for row in compile_report(study) if row.function == "(others)"]
+    *listed, others = compile_report(study)
+    assert [row.function for row in listed] == [f"f{n}" for n in range(19, 3, -1)]
+    assert others.function == "(others)"
     assert (others.programs, others.compilations, others.compile_s) == (4, 4, 6.0)
 
 
