@@ -124,7 +124,7 @@ def verified(path: str, *, plain: bool) -> Verified:
                 found.removed.append(os.path.basename(entry.path))
     if plain:
         for name in sorted(os.listdir(path)):
-            if name.endswith(_entries.SUFFIX):
+            if _entries.key_of(name) and os.path.isfile(os.path.join(path, name)):
                 _verify_plain(path, name, found)
     return found
 
@@ -147,7 +147,7 @@ def _verify_plain(folder: str, name: str, found: Verified) -> None:
 
 
 def _stores(root: str) -> list[_store.Store]:
-    return [_store.Store(root, kind) for kind in _store.kinds(root)]
+    return [_store.Store(root, kind, make=False) for kind in _store.kinds(root)]
 
 
 # ---------------------------------------------------------------- words
@@ -167,7 +167,7 @@ def as_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9.]+)\s*([kmgt])b?", text.strip().lower())
     try:
         return int(float(match[1]) * _SIZES[match[2]])  # type: ignore[index]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         message = f"{text!r} is not a size; sizes are such as 500MB and 10GB (kB, MB, GB, TB)"
         raise argparse.ArgumentTypeError(message) from None
 

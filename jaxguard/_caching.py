@@ -12,11 +12,12 @@ import re
 import secrets
 import sys
 import threading
+import warnings
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _flights, _programs, _recompiles, _settings, _store, errors
+from . import _descriptors, _flights, _jax_state, _programs, _recompiles, _settings, _store, errors
 from ._gpus import Device
 
 logger = logging.getLogger("jaxguard")
@@ -40,10 +41,13 @@ _OURS: dict[str, Any] = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",  # else the directory is part of each key
 }
+_NEVER_FAIL = "jax_raise_persistent_cache_errors"
+_LONGEST_NAME = 150
+"""Of a function: JAX makes it part of a file's name, and fails to write one that is too long."""
 
 _ASIDE = (
-    "jaxguard: a guarded function has set a directory for JAX's compilation cache. It is used; its worker shares no "
-    'programs from then on. compile_cache="off" says that this is wanted.'
+    "jaxguard: a guarded function has changed the directory of JAX's compilation cache. JAX goes by that; its worker "
+    'shares no programs from then on. compile_cache="off" says that this is wanted.'
 )
 
 _told: set[str] = set()
@@ -163,7 +167,6 @@ class Cache:
         self._aside = False
         self._flights: _flights.Flights | None = None
         self._notes: list[str] = []
-        self._look_at: tuple[str, ...] = ()
         self.watch.listen()
         for name, value in plan.own.items():
             jax.config.update(name, value)
@@ -171,6 +174,8 @@ class Cache:
             for name, value in {**_OURS, _DIRECTORY: plan.private}.items():
                 jax.config.update(name, value)
             self.watch.before, self.watch.after = self._before, self._after
+            self.keep_quiet()
+        _here.append(self)
 
     def _open(self) -> None:
         """Make this worker's directory, and open the store."""
@@ -187,9 +192,7 @@ class Cache:
                     store.tidy()
                     self._flights = _flights.Flights(store, str(self._plan.private))
             except (errors.JaxguardError, OSError) as error:
-                reason = (
-                    str(error) if isinstance(error, errors.JaxguardError) else f"{error.strerror}: {error.filename}"
-                )
+                reason = str(error) if isinstance(error, errors.JaxguardError) else error.strerror or str(error)
                 self._notes.append(_lost(reason, self._plan))
                 jax.config.update(_DIRECTORY, None)
                 self._aside = True
@@ -201,48 +204,73 @@ class Cache:
         return bool(jax.config.values[_DIRECTORY] == self._plan.private)
 
     def _before(self, program: _programs.Program) -> None:
+        if self._aside:
+            return
         if not self._is_ours():
-            self._notes += [] if self._aside else [_ASIDE]
-            self._aside = True
+            self._stand_aside()
             return
         self._open()
-        if self._flights is not None:
+        if self._flights is not None and not self._aside:
+            program.storable = self._stores_all() and len(program.function) < _LONGEST_NAME
             self._flights.before(program)
+            if not program.fetched and program.module is not None:
+                program.text, program.constants = _recompiles.without_constants(_jax_state.text_of(program.module))
 
     def _after(self, program: _programs.Program) -> None:
         if self._flights is not None:
             self._flights.after(program)
-        if not self._look_at or not os.path.isdir(self._dump):
-            return
-        if program.function not in self._look_at:
-            _recompiles.forget(self._dump)
-        elif (found := _recompiles.read_text(self._dump, program.function)) is not None:
-            program.text, program.constants = found
 
-    @property
-    def _dump(self) -> str:
-        return os.path.join(str(self._plan.private), ".ir")
+    def _stand_aside(self) -> None:
+        """Leave JAX's cache to the user for good: it begins anew in the directory that he has set."""
+        from jax.experimental.compilation_cache import compilation_cache
 
-    def look_at(self, functions: tuple[str, ...]) -> None:
-        """Have the programs of some functions written down, and read, from now on."""
+        self._aside = True
+        self._notes.append(_ASIDE)
+        compilation_cache.reset_cache()
+
+    @staticmethod
+    def _stores_all() -> bool:
         import jax
 
-        if functions and not self._look_at:
-            if self._plan.private is None or jax.config.values.get("jax_dump_ir_to"):
-                return  # the user reads them
-            self._open()
-            if not os.path.isdir(self._plan.private) or not _recompiles.has_room(self._plan.private):
-                return
-        if bool(functions) != bool(self._look_at):
-            jax.config.update("jax_dump_ir_to", self._dump if functions else "")
-        self._look_at = functions
+        return all(jax.config.values[name] == value for name, value in _OURS.items())
+
+    def keep_quiet(self) -> None:
+        """Have JAX neither warn nor fail for entries that it cannot read or write: jaxguard says once what is lost."""
+        if self._plan.private is not None and not self._aside:
+            import jax
+
+            jax.config.update(_NEVER_FAIL, False)
+            warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+
+    def forsake(self) -> None:
+        """In a forked child: what is open here is its parent's."""
+        self._turn = threading.Lock()
+        self._flights = None
+        self._aside = True
+        if self._plan.private is not None:
+            import jax
+
+            jax.config.update(_DIRECTORY, None)
 
     def take_facts(self) -> dict[str, Any]:
         """What there is to say since the last look."""
         notes, self._notes = self._notes, []
         if self._flights is not None:
+            self._flights.end_all()
             notes += [_lost(reason, self._plan) for reason in self._flights.take_lost()]
         return {**_programs.facts(self.watch.take()), "notes": notes}
+
+
+_here: list[Cache] = []
+"""The one of this worker."""
+
+
+def _after_fork_in_child() -> None:
+    for cache in _here:
+        cache.forsake()
+
+
+_descriptors.after_fork_in_child(_after_fork_in_child)
 
 
 def _lost(reason: str, plan: Plan) -> str:

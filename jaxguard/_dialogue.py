@@ -31,7 +31,6 @@ from . import (
     _keeper,
     _linux,
     _output,
-    _recompiles,
     _settings,
     _starting,
     _store,
@@ -56,8 +55,6 @@ class Talk:
     timeout: float
     interrupted: Callable[[], BaseException | None]
     """Gives what the call shall raise instead, once a signal has ended it."""
-    topic: tuple[str | None, str] = (None, "")
-    """The study and the function: what belongs together when programs are compared."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the worker told about the run: seconds, compilations, memory."""
 
@@ -109,9 +106,7 @@ class Worker:
         else:
             self._known.append(key)
             self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
-        job = _worker.Job(
-            talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last, _recompiles.to_look_at(talk.topic)
-        )
+        job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
         self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
         try:
             return self._judge(talk, self._converse(talk, to_the_end=last))

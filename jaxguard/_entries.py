@@ -74,8 +74,8 @@ def sealed(folder: str) -> tuple[str, dict[str, Any]] | None:
         name = next(name for name in os.listdir(folder) if name.endswith(SUFFIX))
         with open(os.path.join(folder, name), "rb") as entry:
             sound = seal["sha256"] == digest(entry)
-    except (OSError, ValueError, TypeError, KeyError, StopIteration):
-        return None
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, StopIteration):
+        return None  # any other error, such as too many open files, says nothing of the entry
     return (name, seal) if sound else None
 
 

@@ -8,6 +8,7 @@ do. A wait has a bound, and nobody who has a flight waits for another: so nobody
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 
@@ -28,7 +29,8 @@ class Flights:
     def __init__(self, store: _store.Store, private: str) -> None:
         self._store = store
         self._private = private
-        self._here = threading.local()
+        self._flights: dict[tuple[int, int], int] = {}
+        """Those that are under way, by thread and program."""
         self._lost: set[str] = set()
 
     def take_lost(self) -> list[str]:
@@ -51,39 +53,42 @@ class Flights:
 
     def after(self, program: Program) -> None:
         """Publish what was compiled, and let the flight go."""
-        flight = self._flights.pop(id(program), None)
+        flight = self._flights.pop(_place(program), None)
         try:
             if program.asked and not program.hit and not program.failed:
                 self._keep(program)
-        except _entries.Torn as torn:
-            self._lost.add(f"{torn} could not be written whole (is the disk full?)")
+        except _entries.Torn:
+            self._lost.add("a program could not be written whole (is the disk full?)")
         except OSError as error:
             self._lose(error)
         finally:
             if flight is not None:
                 _descriptors.close(flight)
 
-    def _lose(self, error: OSError) -> None:
-        self._lost.add(error.strerror or str(error))
+    def end_all(self) -> None:
+        """Let go of what JAX has never told the end of: after a job nothing is compiled."""
+        while self._flights:
+            _descriptors.close(self._flights.popitem()[1])
 
-    @property
-    def _flights(self) -> dict[int, int]:
-        """Those of this thread, by program."""
-        flights: dict[int, int] = self._here.__dict__.setdefault("flights", {})
-        return flights
+    def _lose(self, error: OSError) -> None:
+        if error.errno is None:  # not the system's: a signal handler of the user's raised it while we waited
+            raise error
+        self._lost.add(os.strerror(error.errno))
 
     def _fetch(self, program: Program) -> bool:
         seal = self._store.fetch(program.key or "", self._private)
         if seal is not None:
             program.fetched = True
             program.saved_s = float(seal.get("compile_s", 0.0))
+            program.text, program.constants = str(seal.get("text", "")), list(seal.get("constants", []))
         return seal is not None
 
     def _take_flight(self, program: Program, key: str) -> None:
         began, poll_s, said = time.monotonic(), _SHORTEST_POLL_S, False
         while (flight := self._store.take_flight(key)) is None:
             waited = time.monotonic() - began
-            if self._flights:  # this thread compiles another one already: it waits for nobody
+            if any(thread == threading.get_ident() for thread, _ in list(self._flights)):
+                # This thread compiles another one already: it waits for nobody.
                 return
             if waited > _LONGEST_WAIT_S:
                 self._store.mark(key, f"was not compiled within {_LONGEST_WAIT_S:.0f} s")
@@ -100,17 +105,25 @@ class Flights:
             if self._fetch(program):
                 return
             poll_s = min(_LONGEST_POLL_S, 1.5 * poll_s)
-        self._flights[id(program)] = flight
+        self._flights[_place(program)] = flight
         if self._fetch(program):  # the one before us has published it
-            _descriptors.close(self._flights.pop(id(program)))
+            _descriptors.close(self._flights.pop(_place(program)))
 
     def _keep(self, program: Program) -> None:
         key = program.key
         if key is None:
             self._store.publish_all(self._private)
-        elif program.fetched:  # it was there, and JAX could not read it
+            return
+        if program.fetched:  # it was there, and JAX could not read it
             self._store.discard(key, self._private)
-        elif not self._store.publish(key, self._private, function=program.function, compile_s=program.compile_s):
-            _entries.check_writable(self._private)
+            return
+        names = ("function", "compile_s", "text", "constants")
+        if not self._store.publish(key, self._private, **{name: getattr(program, name) for name in names}):
             program.stored = False
-            self._store.mark(key, "JAX does not store it")
+            if program.storable:
+                _entries.check_writable(self._private)
+                self._store.mark(key, "JAX does not store it")
+
+
+def _place(program: Program) -> tuple[int, int]:
+    return threading.get_ident(), id(program)

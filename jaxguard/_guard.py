@@ -165,8 +165,7 @@ def converse(
 ) -> Any:
     """Run a packed call in a worker; whatever happens, `keep` gets the worker afterwards."""
     began = time.monotonic()
-    topic = (running.roots.study_name, running.name)
-    talk = _dialogue.Talk(running.name, running.roots, options.timeout, running.interrupted, topic)
+    talk = _dialogue.Talk(running.name, running.roots, options.timeout, running.interrupted)
     try:
         worker.change(packed.env, packed.picture)
         running.end_worker = worker.kill
@@ -208,7 +207,7 @@ def start(lease: _leases.Lease, options: Options, packed: PackedCall) -> _dialog
 
 def _record(running: _interrupts.Call, worker: _dialogue.Worker, talk: _dialogue.Talk, run_s: float) -> None:
     """Leave in each trial how its run went, whether it succeeded or not."""
-    _caching.learn(talk.topic, talk.facts)
+    _caching.learn((running.roots.study_name, running.name), talk.facts)
     for trial in running.roots.trials:
         lease, facts = worker.lease, talk.facts
         value = {

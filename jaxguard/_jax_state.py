@@ -6,16 +6,17 @@ JAX "starts" when it creates its backends: it opens devices, takes memory and st
 
 from __future__ import annotations
 
-import logging
+import inspect
 import os
 import sys
-from collections.abc import Callable
+import types
 from typing import Any
 
 from . import _descriptors, errors
 
-_KEYS = "jax._src.cache_key"
-_SAYS_A_KEY = "after serializing"
+_LOOKS_FOR_PROGRAMS = "compile_or_get_cached"
+"""The function of `jax._src.compiler` that looks for a program in JAX's cache."""
+_FRAMES = 12
 
 _forked_after_start = False
 
@@ -82,26 +83,25 @@ def refuse_if_forked(what: str) -> None:
         raise errors.ForkedAfterJax(text)
 
 
-def hear_keys(heard: Callable[[str], None]) -> None:
-    """Call `heard` with the key of each program that JAX will look for in its cache, in the thread that needs it.
+def program_in_need() -> tuple[str, Any] | None:
+    """In a listener to JAX's events: the name of the cache entry that JAX is about to look for, and its module.
 
-    JAX tells what it has hashed so far, and the last of it is the key: so the last call before JAX looks counts. It
-    tells by its logger for keys, whose messages go no further here than they would have gone without.
+    JAX tells them to nobody. They are variables of the function that sends the event, a few frames up.
     """
+    frame: types.FrameType | None = inspect.currentframe()
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == _LOOKS_FOR_PROGRAMS:
+            name, module = (frame.f_locals.get(variable) for variable in ("cache_key", "computation"))
+            return (name, module) if isinstance(name, str) else None
+        frame = frame.f_back
+    return None
 
-    def overhear(record: logging.LogRecord) -> bool:
-        if _SAYS_A_KEY in str(record.msg) and isinstance(record.args, tuple) and record.args:
-            heard(str(record.args[-1]))
-        above = logging.getLogger(_KEYS).parent
-        return above is None or above.isEnabledFor(record.levelno)
 
-    logging.getLogger(_KEYS).addFilter(overhear)
-    have_keys_told()
-
-
-def have_keys_told() -> None:
-    """Have JAX tell them, again after somebody has set the levels of loggers."""
-    logging.getLogger(_KEYS).setLevel(logging.DEBUG)
+def text_of(module: Any) -> str:
+    """A module of StableHLO as text, without locations, and without what is in large constants."""
+    return str(module.operation.get_asm(large_elements_limit=16))
 
 
 def _after_fork_in_child() -> None:

@@ -4,9 +4,8 @@ JAX sends an event in the thread that needs a program before it looks for it in 
 it has compiled or loaded it, or failed. Listeners are called synchronously, so whoever is told before may take the
 time to put the program there. Names of events are JAX's, see `jax.monitoring`.
 
-The key under which JAX stores a program is heard in the same thread just before (`_jax_state`). If JAX should fall
-silent one day, programs have no key: they are still stored and found, only nobody waits for another who compiles the
-same one.
+The key under which JAX stores a program is found at that moment (`_jax_state`). If that should fail one day, programs
+have no key: they are still stored and found, only nobody waits for another who compiles the same one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _DRESS = re.compile(r"^(jit|pjit|pmap)[_(]|\)$")
 
-_CONSTANTS_KEPT = 64
 _WORTH_TELLING_S = 0.05
 
 logger = logging.getLogger("jaxguard")
@@ -50,10 +48,14 @@ class Program:
     """Whether the store was asked for it."""
     fetched: bool = False
     """Whether it was put where JAX looks for it."""
+    storable: bool = True
+    """Whether nothing but its kind would keep JAX from storing it."""
     stored: bool = True
     """Whether JAX stores such a program."""
+    module: Any = None
+    """JAX's module, only as long as it is asked for."""
     text: str = ""
-    """What it says but for its constants, as a digest, if it was looked at."""
+    """What the module says but for its constants, as a digest."""
     constants: list[str] = field(default_factory=list)
     behind: BaseException | None = None
     """What was being handled when the program was asked for: no failure of its own."""
@@ -61,7 +63,6 @@ class Program:
 
 @dataclass
 class _Thread(threading.local):
-    key: str | None = None
     programs: list[Program] = field(default_factory=list)
     """Those on their way, the innermost last: to compile one may take another."""
 
@@ -82,7 +83,6 @@ class Watch:
 
         jax.monitoring.register_event_listener(self._event)
         jax.monitoring.register_event_duration_secs_listener(self._duration)
-        _jax_state.hear_keys(self._hear_key)
 
     def take(self) -> list[Program]:
         """The programs since the last look."""
@@ -92,18 +92,17 @@ class Watch:
 
     # ------------------------------------------------------------ what JAX calls
 
-    def _hear_key(self, key: str) -> None:
-        self._here.key = key if _entries.is_key(key) else None
-
     def _event(self, event: str, **_: Any) -> None:
         here = self._here
         if event == _REQUEST:
-            program = Program(key=here.key, behind=sys.exc_info()[1])
-            here.key = None
+            program = Program(behind=sys.exc_info()[1])
+            if (found := _jax_state.program_in_need()) is not None:
+                program.key, program.module = _entries.key_of(found[0] + _entries.SUFFIX), found[1]
             here.programs.append(program)
             began = time.monotonic()
             self._tell(self.before, program)
             program.waited_s = time.monotonic() - began
+            program.module = None
         elif event == _HIT and here.programs:
             here.programs[-1].hit = True
 
@@ -126,10 +125,10 @@ class Watch:
 
     @staticmethod
     def _tell(somebody: Callable[[Program], None], program: Program) -> None:
-        """A listener of JAX must not raise: it would fail the user's step."""
+        """Let nothing of ours fail the user's step; what a signal handler of his raises goes on."""
         try:
             somebody(program)
-        except Exception:
+        except (ValueError, LookupError, AttributeError):
             logger.debug("jaxguard: the store failed for %s", program.function, exc_info=True)
 
 
@@ -156,7 +155,7 @@ def facts(programs: list[Program]) -> dict[str, Any]:
         if not program.stored:
             row["stored"] = False
         if program.text:
-            row.update(text=program.text, constants=program.constants[:_CONSTANTS_KEPT])
+            row.update(text=program.text, constants=program.constants)
     listed = sorted(rows.values(), key=lambda row: -(row["compile_s"] + row["saved_s"]))
     counted = ("compiles", "compile_s", "cache_hits", "saved_s")
     rest = {name: round(sum(row[name] for row in listed[_LISTED:]), 4) for name in counted}

@@ -1,19 +1,14 @@
-"""Functions that are compiled again in every trial though only constants changed: found, and said once.
+"""Functions that need another program in every trial though only constants changed: found, and said once.
 
-A tuned number that a step closes over is a constant of its program, so each value is another program. When the
-programs of one function have been different a few times, the next workers have JAX write down what it compiles: where
-such texts are equal but for their constants, the constants are the reason.
-
-Source: `jax_dump_ir_to`, a public setting of JAX that writes modules as StableHLO text.
+A tuned number that a step closes over is a constant of its program, so each value is another program. What the
+programs of a function say but for their constants is compared: where it is the same, the constants are the reason.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-import resource
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,65 +16,90 @@ from typing import Any
 from . import _descriptors
 
 SUSPICIOUS = 3
-"""So many calls that each brought a new program of one function, and it is looked at."""
-_LOOKS = 4
+"""So many programs that differ in constants only, each needed by a call of its own, and it is said."""
+_KEPT = 32
+"""How many constants of a program are compared."""
 _SHOWN = 4
+_CALLS_KEPT = 15
 _ARRAY = "an array"
-_ROOM_BYTES = 1 << 30
-_LOCATION = re.compile(r"^#loc.*$|\bloc\((?:[^()]|\([^()]*\))*\)", re.MULTILINE)
-_CONSTANT = re.compile(r"dense<([^>]*)>")
-_NUMBER = re.compile(r"-?\d[\d.eE+-]*|true|false")
+_CONSTANT = re.compile(r"(stablehlo\.constant )dense(?:<([^>]*)>|_resource<[^>]*>)")
+_NUMBER = re.compile(r"-?\d[\d.eE+-]*|true|false|0x[0-9A-F]+")
+
+Topic = tuple[str | None, str]
+"""A study and its guarded function: two studies may have functions of one name that have nothing else in common."""
 
 logger = logging.getLogger("jaxguard")
 
 
-# ---------------------------------------------------------------- in the worker
+def without_constants(module: str) -> tuple[str, list[str]]:
+    """Take the constants out of a module of StableHLO: a digest of the rest, and the constants in their order.
 
-
-def read_text(folder: str, function: str) -> tuple[str, list[str]] | None:
-    """Read what JAX has written down of the last program of a function, and remove all that it has written.
-
-    Returns:
-        A text that is the same for programs that differ in constants only, as a digest; and the constants.
+    Large arrays are not in the text: they are told apart by nothing, and all called the same.
     """
-    plain = re.sub(r"\W", "", f"{function}_compile.mlir")
-    names = sorted(os.listdir(folder))
-    found = [name for name in names if re.sub(r"\W", "", name).endswith(plain)]
-    text = None
-    if found:
-        with open(os.path.join(folder, found[-1]), encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    forget(folder)
-    return None if text is None else without_constants(text)
+    found = _CONSTANT.findall(module)
+    constants = [value if _NUMBER.fullmatch(value) else _array(value) for _, value in found[:_KEPT]]
+    rest = _CONSTANT.sub(r"\1dense<>", module)
+    return hashlib.blake2b(rest.encode(errors="replace"), digest_size=8).hexdigest(), constants
 
 
-def has_room(folder: str) -> bool:
-    """Say whether there is room enough to write modules down: JAX would fail the step if there were not."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize > _ROOM_BYTES and resource.getrlimit(resource.RLIMIT_FSIZE)[0] == -1
+def _array(value: str) -> str:
+    return f"{_ARRAY} {hashlib.blake2b(value.encode(), digest_size=3).hexdigest()}" if value else _ARRAY
 
 
-def forget(folder: str) -> None:
-    """Remove all that JAX has written down."""
-    for name in os.listdir(folder):
-        os.unlink(os.path.join(folder, name))
+def differing(programs: list[list[str]]) -> list[str]:
+    """The constants in which programs differ that are the same otherwise, each once."""
+    found: dict[str, None] = {}
+    for column in zip(*programs, strict=False):
+        if len(set(column)) > 1:
+            found.update(dict.fromkeys(column))
+    if not found and len(programs) > 1 and any(_ARRAY in constants for constants in programs):
+        return [_ARRAY]  # too large to be seen, and all else is the same
+    return list(found)
 
 
-def without_constants(text: str) -> tuple[str, list[str]]:
-    """Take the constants out of a module: a digest of the rest, and the constants in their order."""
-    bare = _LOCATION.sub("", text)
-    constants = [_short(constant) for constant in _CONSTANT.findall(bare)]
-    return hashlib.blake2b(_CONSTANT.sub("dense<>", bare).encode(), digest_size=8).hexdigest(), constants
+def reasons(calls: list[list[dict[str, Any]]]) -> list[str]:
+    """The constants that made one function need other programs in other calls, as far as they are known.
+
+    Args:
+        calls: For each call, what it tells of the programs of that function.
+    """
+    texts: dict[str, dict[str, list[str]]] = {}
+    crowded = set()
+    for programs in calls:
+        keys: dict[str, set[str]] = {}
+        for program in programs:
+            if program.get("text"):
+                texts.setdefault(program["text"], {})[program["key"]] = program["constants"]
+                keys.setdefault(program["text"], set()).add(program["key"])
+        crowded |= {text for text, needed in keys.items() if len(needed) > 1}  # two functions of one name
+    compared = [differing(list(programs.values())) for text, programs in texts.items() if text not in crowded]
+    return max(compared, key=len, default=[])
 
 
-def _short(constant: str) -> str:
-    """A number as people write it; of an array, that it is one."""
-    if _NUMBER.fullmatch(constant):
-        try:
-            return f"{float(constant):g}"
-        except ValueError:  # true, false
-            return constant
-    return f"{_ARRAY} ({hashlib.blake2b(constant.encode(), digest_size=3).hexdigest()})"
+def in_words(constant: str) -> str:
+    """A constant as people write it."""
+    if constant.startswith(_ARRAY):
+        return _ARRAY
+    try:
+        return constant if "." not in constant else f"{float(constant):g}"
+    except ValueError:
+        return constant
+
+
+def describe(function: str, count: int, constants: list[str]) -> str:
+    """Say it, with the cures."""
+    words = list(dict.fromkeys(in_words(constant) for constant in constants))
+    shown = ", ".join(words[:_SHOWN]) + (" …" if len(words) > _SHOWN else "")
+    says = f"jaxguard: {function} needed {count} programs; only constants changed ({shown})."
+    if words == [_ARRAY]:
+        return f"{says} Pass captured arrays to it as arguments."
+    if all(word.lstrip("-").isdecimal() for word in words):
+        return f"{says} Pass them as arguments, unless they are lengths: each length needs a program of its own."
+    return (
+        f"{says} Pass them to it instead: with traced= of trial_jit, or as array arguments that are not static. With "
+        "optax, which writes a learning rate with a minus sign: build the optimizer inside the step from such an "
+        "argument, or use optax.inject_hyperparams."
+    )
 
 
 # ---------------------------------------------------------------- in the calling process
@@ -87,43 +107,25 @@ def _short(constant: str) -> str:
 
 @dataclass
 class _Known:
-    """What is known of one function."""
+    """What calls have told of one function."""
 
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Those that brought a new program."""
     keys: set[str] = field(default_factory=set)
-    calls: int = 0
-    """How many brought a program that was not known."""
-    looks: int = 0
-    texts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """For each text without its constants, the constants of each program."""
-    settled: bool = False
+    said: bool = False
 
-
-Topic = tuple[str | None, str]
-"""A study and its guarded function: two studies may have functions of one name that have nothing else in common."""
 
 _functions: dict[Topic, dict[str, _Known]] = {}
 _lock = threading.Lock()
 
 
-def to_look_at(topic: Topic) -> tuple[str, ...]:
-    """The functions that the next worker shall look at."""
-    with _lock:
-        return tuple(
-            sorted(
-                name
-                for name, known in _functions.get(topic, {}).items()
-                if known.calls >= SUSPICIOUS and known.looks < _LOOKS and not known.settled
-            )
-        )
-
-
 def learn(topic: Topic, programs: list[dict[str, Any]]) -> None:
     """Take in which programs a call needed; warn once of a function that needs another each time."""
-    in_this_call: dict[str, list[dict[str, Any]]] = {}
+    by_function: dict[str, list[dict[str, Any]]] = {}
     for program in programs:
-        if program.get("key") and program.get("function"):
-            in_this_call.setdefault(program["function"], []).append(program)
-    for function, needed in in_this_call.items():
+        if program.get("key"):
+            by_function.setdefault(program["function"], []).append(program)
+    for function, needed in by_function.items():
         with _lock:
             text = _learn(_functions.setdefault(topic, {}).setdefault(function, _Known()), function, needed)
         if text:
@@ -131,42 +133,17 @@ def learn(topic: Topic, programs: list[dict[str, Any]]) -> None:
 
 
 def _learn(known: _Known, function: str, needed: list[dict[str, Any]]) -> str | None:
-    known.calls += not known.keys.issuperset(program["key"] for program in needed)
-    known.keys.update(program["key"] for program in needed)
-    looked_at = [program for program in needed if "text" in program]
-    known.looks += bool(looked_at)
-    for program in looked_at:
-        known.texts.setdefault(program["text"], {})[program["key"]] = program["constants"]
-    values = max((differing(list(programs.values())) for programs in known.texts.values()), key=len, default=[])
-    if known.settled or len(values) < 2:
+    new = {program["key"] for program in needed} - known.keys
+    if known.said or not new:
         return None
-    known.settled = True
-    return describe(function, len(known.keys), values)
-
-
-def differing(programs: list[list[str]]) -> list[str]:
-    """The constants in which programs differ, each once."""
-    found: dict[str, None] = {}
-    for column in zip(*programs, strict=False):
-        if len(set(column)) > 1:
-            found.update(dict.fromkeys(column))
-    return list(found)
-
-
-def describe(function: str, count: int, values: list[str]) -> str:
-    """Say it, with the cures."""
-    shown = ", ".join(values[:_SHOWN]) + (" …" if len(values) > _SHOWN else "")
-    if all(value.startswith(_ARRAY) for value in values):
-        return (
-            f"jaxguard: {function} was compiled into {count} programs; only arrays changed that it has captured. Pass "
-            "them to it as arguments."
-        )
-    return (
-        f"jaxguard: {function} was compiled into {count} programs; only constants changed ({shown}). Pass them to it "
-        "instead: with traced= of trial_jit, or as array arguments that are not static. With optax, which writes a "
-        "learning rate with a minus sign: build the optimizer inside the step from such an argument, or use "
-        "optax.inject_hyperparams."
-    )
+    known.keys |= new
+    known.calls = [*known.calls[-_CALLS_KEPT:], needed]
+    if len(known.calls) < SUSPICIOUS or not (found := reasons(known.calls)):
+        return None
+    known.said = True
+    count = len(known.keys)
+    known.calls.clear()
+    return describe(function, count, found)
 
 
 def _after_fork_in_child() -> None:

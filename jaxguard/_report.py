@@ -75,8 +75,7 @@ def compile_report(study: optuna.Study) -> CompileReport:
 
     Returns:
         A list of rows, one per function, the one that took longest first, which prints as a table: trials, programs,
-        compilations, seconds spent and saved, and which constants made programs differ (looked for after three trials
-        that each needed another program). Empty if nothing was compiled.
+        compilations, seconds spent and saved, and which constants made programs differ. Empty if nothing was compiled.
 
     Raises:
         TypeError: If it is not a study.
@@ -107,15 +106,14 @@ def _programs_of(facts: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _row(name: str, programs: list[dict[str, Any]]) -> CompiledFunction:
-    texts: dict[str, dict[Any, list[str]]] = {}
+    trials: dict[int, list[dict[str, Any]]] = {}
     for program in programs:
-        if "text" in program:
-            texts.setdefault(program["text"], {})[program["key"]] = program["constants"]
-    constants = max((_recompiles.differing(list(each.values())) for each in texts.values()), key=len, default=[])
+        trials.setdefault(program["trial"], []).append(program)
+    constants = _recompiles.reasons(list(trials.values()))
     counts = [program.get("programs", 0) for program in programs if name == _OTHERS]
     return CompiledFunction(
         function=name,
-        trials=len({program["trial"] for program in programs}),
+        trials=len(trials),
         programs=max(counts) if counts else len({program["key"] for program in programs}),
         compilations=sum(program["compiles"] for program in programs),
         compile_s=round(sum(program["compile_s"] for program in programs), 4),
@@ -127,9 +125,10 @@ def _row(name: str, programs: list[dict[str, Any]]) -> CompiledFunction:
 
 def _words(row: CompiledFunction) -> tuple[str, ...]:
     why = ""
+    words = list(dict.fromkeys(_recompiles.in_words(constant) for constant in row.constants))
     if not row.stored:
         why = "not stored by JAX: a host callback, such as jax.debug.print"
     elif row.constants:
-        why = f"only constants changed ({', '.join(row.constants[:3])}{' …' if len(row.constants) > 3 else ''})"
+        why = f"only constants changed ({', '.join(words[:3])}{' …' if len(words) > 3 else ''})"
     numbers = (row.trials, row.programs, row.compilations)
     return row.function, *(str(number) for number in numbers), f"{row.compile_s:.2f}", f"{row.saved_s:.2f}", why

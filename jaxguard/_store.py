@@ -12,6 +12,7 @@ reader takes it by a hard link, so removing it takes it from nobody.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ MOST_BYTES = 10_000_000_000
 _LAYOUT = "v1"
 _ALIVE = ".alive"
 _TIDY_EVERY_S = 3600.0
+_TRIES, _TRY_AGAIN_S = 100, 0.01
 
 
 def root() -> str:
@@ -40,7 +42,9 @@ def root() -> str:
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
     path = os.path.join(base, "jaxguard")
-    return f"/var/tmp/jaxguard-{os.geteuid()}" if _linux.is_on_network(path) else path  # noqa: S108 – checked at `open`
+    if not os.path.isabs(path) or _linux.is_on_network(path):
+        return f"/var/tmp/jaxguard-{os.geteuid()}"  # noqa: S108 – its owner is checked when it is opened
+    return path
 
 
 def private_path(root: str, name: str) -> str:
@@ -67,7 +71,7 @@ class Entry:
 class Store:
     """The programs of one kind: those that one jaxlib made for one sort of hardware."""
 
-    def __init__(self, root: str, kind: str) -> None:
+    def __init__(self, root: str, kind: str, *, make: bool = True) -> None:
         """Open a store, or make it.
 
         Raises:
@@ -77,34 +81,37 @@ class Store:
         _refuse_unsafe(root)
         self.root = os.path.join(root, _LAYOUT)
         self.path = os.path.join(self.root, kind)
-        for folder in ("entries", "marks"):
-            os.makedirs(os.path.join(self.path, folder), 0o700, exist_ok=True)
-        os.makedirs(os.path.join(self.root, "private"), 0o700, exist_ok=True)
+        if make:
+            for folder in (os.path.join(self.path, "entries"), os.path.join(self.path, "marks"), self._workers):
+                _make(folder)
         _refuse_unsafe(root)  # made just now, or by somebody else meanwhile
-        self._flights = os.path.join(self.path, "flights")
+
+    @property
+    def _workers(self) -> str:
+        return os.path.join(self.root, "private")
 
     # ------------------------------------------------------------ a worker's own directory
 
     def enter(self, name: str) -> str:
         """Make the directory of a worker, and hold it for as long as this process lives."""
-        path = os.path.join(self.root, "private", name)
-        while True:
-            os.makedirs(path, 0o700, exist_ok=True)
+        path = os.path.join(self._workers, name)
+        for _ in range(_TRIES):
+            _make(path)
             try:
                 descriptor = _open(os.path.join(path, _ALIVE))
             except FileNotFoundError:  # swept in this moment
                 continue
             if _linux.lock_range(descriptor, 0, 1) and _is_at(descriptor, os.path.join(path, _ALIVE)):
-                break
+                self._sweep()
+                return path
             _descriptors.close(descriptor)
-        self._sweep()
-        return path
+            time.sleep(_TRY_AGAIN_S)
+        raise OSError(errno.EBUSY, "another process holds the directory of this worker", path)
 
     def _sweep(self) -> None:
         """Remove the directories of workers that ended without anybody to do it for them."""
-        folder = os.path.join(self.root, "private")
-        for name in os.listdir(folder):
-            path = os.path.join(folder, name)
+        for name in os.listdir(self._workers):
+            path = os.path.join(self._workers, name)
             try:
                 descriptor = _open(os.path.join(path, _ALIVE))
             except OSError:  # being removed
@@ -136,8 +143,9 @@ class Store:
 
     def fetch_all(self, into: str) -> None:
         """The same for all programs, for a JAX that does not tell which one it wants."""
+        there = {_entries.key_of(name) for name in os.listdir(into)}
         for key in os.listdir(os.path.join(self.path, "entries")):
-            if not any(name.endswith(f"-{key}{_entries.SUFFIX}") for name in os.listdir(into)):
+            if key not in there:
                 self.fetch(key, into)
 
     def publish(self, key: str, private: str, **facts: Any) -> bool:
@@ -163,6 +171,8 @@ class Store:
             seal = {"sha256": digest, "bytes": os.path.getsize(path), **facts}
             with open(os.path.join(building, _entries.SEAL), "w", encoding="utf-8") as file:
                 json.dump(seal, file)
+            if os.path.isfile(self._entry(key)):  # nothing of ours
+                os.unlink(self._entry(key))
             os.rename(building, self._entry(key))
         except OSError:
             shutil.rmtree(building, ignore_errors=True)
@@ -181,7 +191,7 @@ class Store:
         for name in os.listdir(private) if private else []:
             if name.endswith(f"-{key}{_entries.SUFFIX}"):
                 os.unlink(os.path.join(private or "", name))
-        grave = os.path.join(self.root, "private", f".gone-{secrets.token_hex(8)}")
+        grave = os.path.join(self._workers, f".gone-{secrets.token_hex(8)}")
         try:
             os.rename(self._entry(key), grave)
         except OSError:  # somebody else has done it
@@ -217,19 +227,20 @@ class Store:
             with filelock.FileLock(os.path.join(self.path, "tidy.lock"), timeout=0):
                 with open(stamp, "w", encoding="utf-8"):
                     pass
-                prune([Store(os.path.dirname(self.root), kind) for kind in kinds(os.path.dirname(self.root))])
+                root = os.path.dirname(self.root)
+                prune([Store(root, kind, make=False) for kind in kinds(root)])
                 marks = os.path.join(self.path, "marks")
                 for key in os.listdir(marks):
                     if not self.is_marked(key):
                         os.unlink(os.path.join(marks, key))
-        except filelock.Timeout:
+        except (filelock.Timeout, OSError):  # another does it, or there is something that is not ours: no harm
             pass
 
     # ------------------------------------------------------------ who compiles, and what cannot be kept
 
     def take_flight(self, key: str) -> int | None:
         """Become the one who compiles a program: a descriptor to close when it is done, or None if somebody is."""
-        descriptor = _open(self._flights)
+        descriptor = _open(os.path.join(self.path, "flights"))
         if _linux.lock_range(descriptor, int(key[:15], 16), 1):
             return descriptor
         _descriptors.close(descriptor)
@@ -262,11 +273,10 @@ def prune(
     gone, total = [], 0
     everything = [(entry, store) for store in stores for entry in store.entries()]
     for entry, store in sorted(everything, key=lambda pair: -pair[0].used):
-        if goes(entry) or total + entry.bytes > most_bytes:
+        total += 0 if goes(entry) else entry.bytes
+        if goes(entry) or total > most_bytes:  # and with the first that does not fit all that are older
             store.discard(entry.key)
             gone.append(entry)
-        else:
-            total += entry.bytes
     return gone
 
 
@@ -274,12 +284,26 @@ def kinds(root: str) -> list[str]:
     """The kinds of programs that there are in a store."""
     try:
         names = os.listdir(os.path.join(root, _LAYOUT))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(name for name in names if name != "private")
+    return sorted(name for name in names if os.path.isdir(os.path.join(root, _LAYOUT, name, "entries")))
 
 
 # ---------------------------------------------------------------- files
+
+
+def _make(folder: str) -> None:
+    """Make a directory, and those above it, for this user alone, whatever the umask says."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # made by another at the same time; else it is no directory
+            if not os.path.isdir(path):
+                raise
 
 
 def _open(path: str) -> int:

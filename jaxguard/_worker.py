@@ -73,8 +73,6 @@ class Job:
     """The key of a function that was sent before."""
     arguments: _calls.Packed
     last: bool
-    look_at: tuple[str, ...] = ()
-    """Functions of whose programs the constants are asked."""
 
 
 def begin(pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoReturn:
@@ -214,7 +212,7 @@ class _Desk:
         if picture is not None:
             _inherited.apply(pickle.loads(picture))
             _inherited.apply_changing(pickle.loads(picture))
-            _jax_state.have_keys_told()
+            self._cache.keep_quiet()
 
     def _do(self, job: Job, descriptors: list[int]) -> int | None:
         """Do one job and answer; return an exit code if this worker is over."""
@@ -223,7 +221,6 @@ class _Desk:
         exit_code = 0 if job.last else None
         kind: bytes = _answers.EXCEPTION
         trusted = True
-        self._cache.look_at(job.look_at)
         try:
             args, kwargs = _calls.unpack(job.arguments.data, descriptors)
             trusted = False  # a function that fails to arrive is sent to another worker next time

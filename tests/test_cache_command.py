@@ -127,7 +127,7 @@ def test_a_store_that_cannot_be_used(
 ) -> None:
     """One line, and exit status 1."""
     root = tmp_path / "store"
-    (root / "v1" / "kind").mkdir(parents=True)
+    (root / "v1" / "kind" / "entries").mkdir(parents=True)
     root.chmod(0o777)
     monkeypatch.setenv("JAXGUARD_CACHE_DIR", str(root))
     assert main(["cache"]) == 1

@@ -6,7 +6,6 @@ import collections
 import functools
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import re
@@ -24,7 +23,7 @@ import pytest
 import steps
 
 import jaxguard
-from jaxguard import _caching, _descriptors, _gpus, _linux, _recompiles, _store, isolated_jax_worker
+from jaxguard import _caching, _descriptors, _gpus, _jax_state, _linux, _store, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,11 +204,8 @@ def test_threads_of_one_worker(slots: Any, tmp_path: pathlib.Path) -> None:
 
 
 def without_keys() -> float:
-    logging.disable(logging.CRITICAL)
-    try:
-        return steps.plain()
-    finally:
-        logging.disable(logging.NOTSET)
+    _jax_state.program_in_need = lambda: None
+    return steps.plain()
 
 
 def test_without_keys_programs_are_shared_all_the_same(slots: Any, tmp_path: pathlib.Path) -> None:
@@ -218,15 +214,6 @@ def test_without_keys_programs_are_shared_all_the_same(slots: Any, tmp_path: pat
     assert programs_in(tmp_path / "store")
     (told,) = run(slots, tmp_path, without_keys, 1)
     assert told["compiles"] == 0
-
-
-def test_the_logs_are_as_without(slots: Any, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Keys are read from a logger of JAX: nothing of it is seen but what the user asked for."""
-    run(slots, tmp_path, steps.plain, 1)
-    assert not [record for record in caplog.records if record.name.startswith("jax.")]
-    with caplog.at_level(logging.DEBUG, "jax"):
-        run(slots, tmp_path, steps.plain, 1)
-    assert any("after serializing" in record.getMessage() for record in caplog.records)
 
 
 def programs_of(**options: Any) -> dict[str, Any]:
@@ -324,7 +311,7 @@ def test_a_directory_set_in_the_objective(
         guarded(tmp_path / "mine")
     assert list((tmp_path / "mine").glob("*plain_step*-cache"))
     assert not programs_in(tmp_path / "store")
-    assert sum("has set a directory" in record.getMessage() for record in caplog.records) == 1
+    assert sum("has changed the directory" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_private_and_off(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +349,6 @@ def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_caching, "_told", set())
-    monkeypatch.setattr(_recompiles, "_functions", {})
 
 
 @pytest.mark.usefixtures("untold")
@@ -393,7 +379,7 @@ def vanish(folder: pathlib.Path) -> float:
 
 
 @pytest.mark.usefixtures("untold")
-@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning")
+@pytest.mark.filterwarnings("error")
 def test_a_store_that_vanishes(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody cleans up in the middle of a trial: it goes on, the next one makes the store again."""
     guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))
@@ -414,7 +400,7 @@ def on_a_full_disk() -> float:
 
 
 @pytest.mark.usefixtures("untold")
-@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning")
+@pytest.mark.filterwarnings("error")
 def test_a_disk_that_is_full(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """What does not fit is not kept, nor half of it; one warning says so; with room again all is well."""
     guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))
@@ -444,8 +430,6 @@ def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.W
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
     for entry in store.entries():  # what was compiled in its place
         assert all(pathlib.Path(entry.path, name).read_bytes() != data for name in os.listdir(entry.path))
-    assert any("Error reading persistent compilation cache" in str(w.message) for w in recwarn.list)
-    recwarn.clear()
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
     assert programs_of(compile_cache=str(folder))["compiles"] == 0
     assert not recwarn.list

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 DOORS = {
     "jax._src.xla_bridge.backends_are_initialized": "_jax_state counts the threads of XLA instead",
-    "jax._src.cache_key.logger": "_jax_state hears no keys: programs are shared, but nobody waits for another",
+    "jax._src.compiler.compile_or_get_cached": "_jax_state finds no key: nobody waits for another who compiles",
     "threading._shutdown": "_ending prints what happens, and non-daemon threads of a trial are cut off",
     "atexit._run_exitfuncs": "_ending prints what happens, and atexit handlers of a trial do not run",
     "multiprocessing.process._children": "_starting and _inherited must find another way to disown the keeper",
@@ -78,23 +78,24 @@ def test_backends_are_initialized(run_python: Callable[..., Any]) -> None:
     assert done.stdout.split() == ["False", "True"], closed(door) + done.stderr
 
 
-def test_keys_are_logged(run_python: Callable[..., Any]) -> None:
-    """The last thing that JAX logs of a key, before it looks for the program, is the key in the entry's name."""
-    door = "jax._src.cache_key.logger"
+def test_who_looks_for_a_program(run_python: Callable[..., Any]) -> None:
+    """The function that sends JAX's event has the name of the entry, and the module, in its variables."""
+    door = "jax._src.compiler.compile_or_get_cached"
     open_door(door)
     done = run_python(
-        "import jax, logging, os\n"
-        "from jax._src.cache_key import logger\n"
-        "assert logger is logging.getLogger('jax._src.cache_key')\n"
-        "from jaxguard import _entries, _programs\n"
+        "import jax, os\n"
+        "from jaxguard import _entries, _jax_state, _programs\n"
         "jax.config.update('jax_compilation_cache_dir', 'here')\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
-        "watch = _programs.Watch()\n"
+        "watch, texts = _programs.Watch(), []\n"
+        "watch.before = lambda program: texts.append(_jax_state.text_of(program.module))\n"
         "watch.listen()\n"
-        "jax.jit(lambda x: x * 2)(1.0)\n"
+        "jax.jit(lambda x: x * 2.5)(1.0)\n"
         "keys = {program.key for program in watch.take()}\n"
         "assert keys == {_entries.key_of(name) for name in os.listdir('here') if name.endswith('-cache')}, keys\n"
-        "assert keys and None not in keys, keys\n",
+        "assert keys and None not in keys, keys\n"
+        "assert 'stablehlo.constant dense<2.500000e+00>' in texts[-1], texts\n"
+        "assert _jax_state.program_in_need() is None\n",
         env={"JAX_PLATFORMS": "cpu"},
     )
 
