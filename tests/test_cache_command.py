@@ -84,10 +84,15 @@ def test_verify_a_directory_of_jax(tmp_path: pathlib.Path, capsys: pytest.Captur
         if name != "young":
             os.utime(path, (old, old))
     (tmp_path / "another file").write_bytes(b"no entry")
+    notes = tmp_path / "my-notes-cache"
+    notes.write_bytes(b"no entry either")
+    os.utime(notes, (old, old))
+    (tmp_path / f"folder-{'cd' * 32}-cache").mkdir()
     told: dict[str, Any] = json.loads(say(capsys, "verify", str(tmp_path), "--json"))
     assert (told["checked"], told["too_young"]) == (3, 1)
     assert sorted(name.split("-")[0] for name in told["removed"]) == ["jit_empty", "jit_torn"]
-    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["another file", "jit_whole", "jit_young"]
+    left = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert left == ["another file", "folder", "jit_whole", "jit_young", "my"]
     assert "1 not judged, written in the last minute; 1 program checked, all whole" in say(
         capsys, "verify", str(tmp_path)
     )
@@ -109,10 +114,11 @@ def test_prune(store: _store.Store, capsys: pytest.CaptureFixture[str]) -> None:
         (["prune", "--max-size", "big"], "'big' is not a size; sizes are such as 500MB and 10GB"),
         (["prune", "--older-than", "7"], "'7' is not an age; ages are such as 12h, 30d and 4w"),
         (["prune", "--max-size", "1.2.3MB"], "is not a size"),
+        (["prune", "--max-size", "9" * 400 + "MB"], "is not a size"),
         (["prune", "--max-size", "5"], "'5' is not a size"),
         (["prune", "--older-than", "30m"], "'30m' is not an age"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_words_that_are_not_understood(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Say so, with what is."""

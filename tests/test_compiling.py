@@ -6,6 +6,7 @@ import collections
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -314,6 +315,54 @@ def test_a_directory_set_in_the_objective(
     assert sum("has changed the directory" in record.getMessage() for record in caplog.records) == 1
 
 
+def restored(folder: pathlib.Path) -> float:
+    """Use a directory of one's own for a while."""
+    import jax
+
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    value = steps.operations()
+    jax.config.update("jax_compilation_cache_dir", before)
+    return value + steps.plain()
+
+
+def test_a_directory_for_a_while(tmp_path: pathlib.Path) -> None:
+    """It harms no program of others, also when the objective has put it back."""
+    store = str(tmp_path / "store")
+    expected = isolated_jax_worker(compile_cache=store)(lambda: steps.operations() + steps.plain())()
+    before = {entry.key for entry in programs_in(tmp_path / "store")}
+    assert isolated_jax_worker(compile_cache=store)(restored)(tmp_path / "mine") == expected
+    assert {entry.key for entry in programs_in(tmp_path / "store")} == before
+
+
+def late(folder: pathlib.Path) -> float:
+    import jax
+
+    steps.operations()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return steps.plain()
+
+
+def test_a_directory_that_is_set_late(tmp_path: pathlib.Path) -> None:
+    """It is used though JAX has compiled before: from the next program on."""
+    isolated_jax_worker(compile_cache=str(tmp_path / "store"))(late)(tmp_path / "mine")
+    assert list((tmp_path / "mine").glob("*plain_step*-cache"))
+
+
+def with_a_threshold() -> float:
+    import jax
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 100.0)
+    return steps.plain()
+
+
+def test_a_threshold_in_the_objective_marks_nothing(tmp_path: pathlib.Path) -> None:
+    """That one trial wants nothing stored is no word about the program."""
+    isolated_jax_worker(compile_cache=str(tmp_path / "store"))(with_a_threshold)()
+    (kind,) = _store.kinds(str(tmp_path / "store"))
+    assert os.listdir(tmp_path / "store" / "v1" / kind / "marks") == []
+
+
 def test_private_and_off(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither shares a program; neither leaves anything."""
     monkeypatch.setenv("JAXGUARD_CACHE_DIR", str(tmp_path / "store"))
@@ -433,6 +482,81 @@ def test_an_entry_that_jax_cannot_read(tmp_path: pathlib.Path, recwarn: pytest.W
     assert programs_of(compile_cache=str(folder))["compiles"] > 0
     assert programs_of(compile_cache=str(folder))["compiles"] == 0
     assert not recwarn.list
+
+
+# ---------------------------------------------------------------- odd trials
+
+
+def in_a_child(number: int) -> float:
+    import jax.numpy as jnp
+
+    return float(jnp.sin(jnp.float32(number)))
+
+
+def forks_a_pool() -> list[float]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(in_a_child, range(4))
+
+
+def test_a_pool_that_a_trial_forks(tmp_path: pathlib.Path) -> None:
+    """Children that start JAX for themselves neither wait for the worker's directory nor write into it."""
+    guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"), timeout=60)(forks_a_pool)
+    assert guarded() == pytest.approx([0.0, 0.8415, 0.9093, 0.1411], abs=1e-3)
+    assert not programs_in(tmp_path / "store")
+
+
+def with_odd_names() -> float:
+    import jax
+
+    total = 0.0
+    for name in ("x" * 240, "a/b", "../../x", "é漢", "new\nline", "%s{}", "-"):
+
+        def step(x: Any) -> Any:
+            return x * 2.0
+
+        step.__name__ = step.__qualname__ = name
+        total += float(jax.jit(step)(1.0))
+    return total
+
+
+@pytest.mark.filterwarnings("error")
+def test_functions_with_odd_names(tmp_path: pathlib.Path) -> None:
+    """Whatever a function is called, it runs; one whose name is too long for a file is compiled each time."""
+    guarded = isolated_jax_worker(compile_cache=str(tmp_path / "store"))(with_odd_names)
+    for _ in range(5):
+        assert guarded() == 14.0
+    assert not [path for path in tmp_path.rglob("*-cache") if path.parent.parent.name != "entries"]
+
+
+def with_a_limit_of_its_own() -> str:
+    """Set an alarm that raises while this worker waits for another's compilation."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError("my own limit")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        steps.plain()
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return "no limit"
+
+
+def test_a_users_own_limit_ends_the_wait(slots: Any, tmp_path: pathlib.Path) -> None:
+    """What a signal handler raises while a worker waits is the user's, and goes where he expects it."""
+    run(slots, tmp_path, steps.plain, 1)
+    store = _store.Store(str(tmp_path / "store"), _store.kinds(str(tmp_path / "store"))[0])
+    flights = []
+    for entry in list(store.entries()):
+        store.discard(entry.key)
+        flights.append(store.take_flight(entry.key))
+    try:
+        assert isolated_jax_worker(compile_cache=str(tmp_path / "store"))(with_a_limit_of_its_own)() == "my own limit"
+    finally:
+        _descriptors.close(*[flight for flight in flights if flight is not None])
 
 
 # ---------------------------------------------------------------- what fits together

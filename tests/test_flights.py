@@ -179,6 +179,14 @@ def test_a_directory_that_cannot_be_written_is_no_reason_for_a_mark(
     assert first.flights.take_lost() == ["Read-only file system"]
 
 
+def test_a_flight_that_jax_never_tells_the_end_of(workers: list[Worker]) -> None:
+    """Somebody has removed JAX's listeners: after the job it is let go of."""
+    first, second, _ = workers
+    first.needs(KEY)
+    first.flights.end_all()
+    assert flight_is_free(second, KEY)
+
+
 def test_a_forked_child_keeps_no_flight(workers: list[Worker]) -> None:
     """A pool that a trial forks while it compiles makes nobody wait."""
     first, second, _ = workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -239,6 +240,52 @@ def test_fifty_kills_in_the_middle(store: _store.Store, tmp_path: pathlib.Path) 
     assert os.listdir(os.path.join(store.root, "private")) == ["next"]
 
 
+def test_an_error_of_the_system_is_no_damage(
+    store: _store.Store, private: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, for one: the entry stays."""
+    write(private)
+    store.publish(KEY, private)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    another = store.enter("another")
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        store.fetch(KEY, another)
+    monkeypatch.undo()
+    assert store.fetch(KEY, another) is not None
+
+
+def test_things_that_are_not_ours(store: _store.Store, private: str) -> None:
+    """A stray file or directory does no harm, and makes room where it is in the way."""
+    pathlib.Path(store.root, ".DS_Store").touch()
+    pathlib.Path(store.root, "mine").mkdir()
+    pathlib.Path(store.path, "marks", OTHER).mkdir()
+    os.utime(pathlib.Path(store.path, "marks", OTHER), (0, 0))
+    entry(store).write_text("a file")
+    assert _store.kinds(os.path.dirname(store.root)) == ["kind"]
+    store.tidy()
+    assert store.fetch(KEY, private) is None
+    write(private)
+    assert store.publish(KEY, private)
+    assert store.fetch(KEY, private) is not None
+
+
+def test_whatever_the_umask_says(tmp_path: pathlib.Path) -> None:
+    """The store is this user's alone, with all that is above it and made for it."""
+    before = os.umask(0o002)
+    try:
+        store = _store.Store(str(tmp_path / "above" / "root"), "kind")
+        private = store.enter("worker")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "above", tmp_path / "above" / "root", pathlib.Path(store.path, "entries"), private):
+        assert os.stat(path).st_mode & 0o777 == 0o700
+    _store.Store(str(tmp_path / "above" / "root"), "kind")
+
+
 # ---------------------------------------------------------------- directories of workers
 
 
@@ -316,6 +363,8 @@ def test_the_default_is_the_users_cache_directory(monkeypatch: pytest.MonkeyPatc
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert _store.root() == "/home/somebody/.cache/jaxguard"
+    monkeypatch.setenv("HOME", "nowhere")
+    assert _store.root() == f"/var/tmp/jaxguard-{os.geteuid()}"
     monkeypatch.setenv("JAXGUARD_CACHE_DIR", "relative")
     with pytest.raises(ValueError, match="JAXGUARD_CACHE_DIR='relative' is not valid"):
         _store.root()
@@ -344,6 +393,16 @@ def test_prune(store: _store.Store, private: str) -> None:
     assert {gone.key for gone in _store.prune([store], lambda found: found.used < old)} == {keys[1], keys[2]}
     assert {gone.key for gone in _store.prune([store], most_bytes=2.5 * one)} == {keys[3], keys[4]}
     assert {found.key for found in store.entries()} == {keys[0], keys[5]}
+
+
+def test_the_oldest_goes_though_it_is_small(store: _store.Store, private: str) -> None:
+    """With the first that does not fit go all that were not used since."""
+    small, large, new = fill(store, private, 3)
+    for key in (large, new):
+        damage(store, lambda _: bytes(5000), key)
+        used = time.time() - (100 if key == large else 10)
+        os.utime(entry(store, key), (used, used))
+    assert {gone.key for gone in _store.prune([store], most_bytes=8000)} == {small, large}
 
 
 def test_the_store_is_kept_within_its_bounds(
