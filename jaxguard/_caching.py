@@ -24,16 +24,17 @@ logger = logging.getLogger("jaxguard")
 
 SHARED, PRIVATE, OFF = "shared", "private", "off"
 _DIRECTORY = "jax_compilation_cache_dir"
+_ENABLE = "jax_enable_compilation_cache"
 _DEFAULTS: dict[str, Any] = {
     _DIRECTORY: None,
-    "jax_enable_compilation_cache": True,
+    _ENABLE: True,
     "jax_compilation_cache_max_size": -1,
     "jax_persistent_cache_min_compile_time_secs": 1.0,
     "jax_persistent_cache_min_entry_size_bytes": 0,
     "jax_persistent_cache_enable_xla_caches": "xla_gpu_per_fusion_autotune_cache_dir",
 }
 """JAX's settings of its cache, and the values that they have when nobody has set them."""
-_DECIDING = (_DIRECTORY, "jax_enable_compilation_cache")
+_DECIDING = {_DIRECTORY, _ENABLE}
 """Those that make the cache the user's: the others without them are settings of a cache that is not there."""
 _OURS: dict[str, Any] = {
     "jax_compilation_cache_max_size": -1,
@@ -102,7 +103,7 @@ def plan(compile_cache: str, env: Mapping[str, str], of_the_guard: Container[str
         ValueError: If a guard and the user's own settings for JAX say different things.
     """
     by_hand = {name: value for name, value in _set_by_hand().items() if name.upper() not in of_the_guard}
-    own = sorted(name for name in _DECIDING if name in by_hand or env.get(name.upper()))
+    own = sorted({*_DECIDING & by_hand.keys(), *_set_in(env)})
     if not own:
         if compile_cache == OFF:
             return Plan()
@@ -135,6 +136,13 @@ def _set_by_hand() -> dict[str, Any]:
         return {}
     values = {name: getattr(jax.config, name, default) for name, default in _DEFAULTS.items()}
     return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+
+
+def _set_in(env: Mapping[str, str]) -> list[str]:
+    """The same of an environment: as JAX reads it, where all but a few words switch the cache off."""
+    found = [_DIRECTORY] if env.get(_DIRECTORY.upper()) else []
+    switch = env.get(_ENABLE.upper(), "")
+    return [*found, _ENABLE] if switch and switch.lower() not in {"y", "yes", "t", "true", "on", "1"} else found
 
 
 def _tell_once(text: str) -> None:

@@ -17,13 +17,12 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import _descriptors, _entries, _linux, _settings, errors
+from . import _descriptors, _entries, _folders, _linux, _settings
 
 MARKS_LAST_S = 24 * 3600.0
 MOST_BYTES = 10_000_000_000
@@ -78,13 +77,13 @@ class Store:
             JaxguardError: If others could change what is in it, or locks cannot be relied on there.
             OSError: If it cannot be made or written.
         """
-        _refuse_unsafe(root)
+        _folders.refuse_unsafe(root)
         self.root = os.path.join(root, _LAYOUT)
         self.path = os.path.join(self.root, kind)
         if make:
             for folder in (os.path.join(self.path, "entries"), os.path.join(self.path, "marks"), self._workers):
-                _make(folder)
-        _refuse_unsafe(root)  # made just now, or by somebody else meanwhile
+                _folders.make(folder)
+        _folders.refuse_unsafe(root)  # made just now, or by somebody else meanwhile
 
     @property
     def _workers(self) -> str:
@@ -96,12 +95,12 @@ class Store:
         """Make the directory of a worker, and hold it for as long as this process lives."""
         path = os.path.join(self._workers, name)
         for _ in range(_TRIES):
-            _make(path)
+            _folders.make(path)
             try:
-                descriptor = _open(os.path.join(path, _ALIVE))
+                descriptor = _folders.open_file(os.path.join(path, _ALIVE))
             except FileNotFoundError:  # swept in this moment
                 continue
-            if _linux.lock_range(descriptor, 0, 1) and _is_at(descriptor, os.path.join(path, _ALIVE)):
+            if _linux.lock_range(descriptor, 0, 1) and _folders.is_at(descriptor, os.path.join(path, _ALIVE)):
                 self._sweep()
                 return path
             _descriptors.close(descriptor)
@@ -113,7 +112,7 @@ class Store:
         for name in os.listdir(self._workers):
             path = os.path.join(self._workers, name)
             try:
-                descriptor = _open(os.path.join(path, _ALIVE))
+                descriptor = _folders.open_file(os.path.join(path, _ALIVE))
             except OSError:  # being removed
                 continue
             try:
@@ -240,7 +239,7 @@ class Store:
 
     def take_flight(self, key: str) -> int | None:
         """Become the one who compiles a program: a descriptor to close when it is done, or None if somebody is."""
-        descriptor = _open(os.path.join(self.path, "flights"))
+        descriptor = _folders.open_file(os.path.join(self.path, "flights"))
         if _linux.lock_range(descriptor, int(key[:15], 16), 1):
             return descriptor
         _descriptors.close(descriptor)
@@ -287,59 +286,3 @@ def kinds(root: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(name for name in names if os.path.isdir(os.path.join(root, _LAYOUT, name, "entries")))
-
-
-# ---------------------------------------------------------------- files
-
-
-def _make(folder: str) -> None:
-    """Make a directory, and those above it, for this user alone, whatever the umask says."""
-    missing = []
-    while not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for path in reversed(missing):
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:  # made by another at the same time; else it is no directory
-            if not os.path.isdir(path):
-                raise
-
-
-def _open(path: str) -> int:
-    with _descriptors.creating():
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _descriptors.own(descriptor)
-    return descriptor
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _refuse_unsafe(root: str) -> None:
-    """Raise unless all that is there of a path can be changed by this user and root only: programs are code."""
-    if _linux.is_on_network(root):
-        text = f"{root} is on a network file system, where its locks cannot be relied on"
-        raise errors.JaxguardError(text)
-    me, part, first = os.geteuid(), os.path.realpath(root), True
-    while True:
-        try:
-            found = os.stat(part)
-        except FileNotFoundError:
-            found = None
-        if found is not None:
-            writable = stat.S_IWOTH | (stat.S_IWGRP if first else 0)
-            if found.st_uid != me and (first or found.st_uid != 0):
-                text = f"{part} belongs to {_linux.user(found.st_uid)}, and programs are code"
-                raise errors.JaxguardError(text)
-            if found.st_mode & writable and (first or not found.st_mode & stat.S_ISVTX):
-                text = f"others can write in {part} (mode {found.st_mode & 0o7777:o}), and programs are code"
-                raise errors.JaxguardError(text)
-        first = False
-        if part == "/":
-            return
-        part = os.path.dirname(part)

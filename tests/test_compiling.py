@@ -252,6 +252,8 @@ def test_settings_of_a_cache_that_is_not_there(
     store = str(tmp_path / "store")
     assert programs_of(compile_cache=store)["compiles"] > 0
     assert programs_of(compile_cache=store)["compiles"] == 0
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    assert programs_of(compile_cache=store)["compiles"] == 0
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
     monkeypatch.setattr(_caching, "_told", set())
     assert programs_of()["compiles"] > 0
