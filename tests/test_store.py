@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -343,6 +344,30 @@ def test_the_store_of_another_user_is_refused(tmp_path: pathlib.Path) -> None:
     os.chown(root, 65534, 65534)
     with pytest.raises(errors.JaxguardError, match="belongs to nobody"):
         _store.Store(str(root), "kind")
+
+
+def test_a_store_that_cannot_be_written(
+    tmp_path: pathlib.Path,
+    as_nobody: Callable[..., list[str]],
+    open_to_all: Callable[[pathlib.Path], None],
+) -> None:
+    """One that is read-only, and one of root: each says what is wrong, to a worker that then goes on without."""
+    open_to_all(tmp_path)
+    mine, roots = tmp_path / "mine", tmp_path / "roots"
+    mine.mkdir(0o500)
+    roots.mkdir(0o755)
+    os.chown(mine, 65534, 65534)
+    code = """
+from jaxguard import _store
+for root in sys.argv[1:]:
+    try:
+        _store.Store(root, "kind")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    first, second = as_nobody(code, str(mine), str(roots))
+    assert first.startswith("PermissionError")
+    assert re.match(r"JaxguardError .*roots belongs to root, and programs are code", second)
 
 
 def test_a_network_file_system_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
