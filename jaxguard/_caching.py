@@ -43,8 +43,6 @@ _OURS: dict[str, Any] = {
     "jax_persistent_cache_enable_xla_caches": "none",  # else the directory is part of each key
 }
 _NEVER_FAIL = "jax_raise_persistent_cache_errors"
-_LONGEST_NAME = 150
-"""Of a function: JAX makes it part of a file's name, and fails to write one that is too long."""
 
 _ASIDE = (
     "jaxguard: a guarded function has changed the directory of JAX's compilation cache. JAX goes by that; its worker "
@@ -219,7 +217,7 @@ class Cache:
             return
         self._open()
         if self._flights is not None and not self._aside:
-            program.storable = self._stores_all() and len(program.function) < _LONGEST_NAME
+            program.storable = self._stores_all()
             self._flights.before(program)
             if not program.fetched and program.module is not None:
                 program.text, program.constants = _recompiles.without_constants(_jax_state.text_of(program.module))

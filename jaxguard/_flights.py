@@ -18,6 +18,8 @@ from ._programs import Program
 _LONGEST_WAIT_S = 1200.0
 """Longer than large programs take; a compiler that hangs is not told from a slow one."""
 _SAY_SO_S = 30.0
+_LONGEST_NAME = 150
+"""Of a function, in bytes: JAX makes it part of a file's name, and fails to write one that is too long."""
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.05
 
 logger = logging.getLogger("jaxguard")
@@ -120,7 +122,7 @@ class Flights:
         names = ("function", "compile_s", "text", "constants")
         if not self._store.publish(key, self._private, **{name: getattr(program, name) for name in names}):
             program.stored = False
-            if program.storable:
+            if program.storable and len(program.function.encode()) < _LONGEST_NAME:
                 _entries.check_writable(self._private)
                 self._store.mark(key, "JAX does not store it")
 

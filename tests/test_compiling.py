@@ -528,6 +528,8 @@ def test_functions_with_odd_names(tmp_path: pathlib.Path) -> None:
     for _ in range(5):
         assert guarded() == 14.0
     assert not [path for path in tmp_path.rglob("*-cache") if path.parent.parent.name != "entries"]
+    (kind,) = _store.kinds(str(tmp_path / "store"))
+    assert os.listdir(tmp_path / "store" / "v1" / kind / "marks") == []
 
 
 def with_a_limit_of_its_own() -> str:

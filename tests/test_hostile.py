@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pathlib
@@ -97,6 +98,16 @@ def test_a_probe_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     _descriptors.close(_locks.open_locks())
+    assert _locks._null_works()
+
+    def full(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    _locks._null_works.cache_clear()
+    monkeypatch.setattr(_linux, "lock_range", full)
+    with pytest.raises(OSError, match="No locks"):
+        _locks._null_works()
+    monkeypatch.undo()
     assert _locks._null_works()
 
 
@@ -241,6 +252,18 @@ def test_a_record_that_turns_into_a_pipe(card: str) -> None:
     os.close(writes)
 
 
+def test_a_record_that_turns_into_a_pipe_without_a_writer(tmp_path: pathlib.Path) -> None:
+    """To open that would wait for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    done: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: done.append(_records._read(str(tmp_path / "fifo"), "a record")), daemon=True
+    )
+    thread.start()
+    thread.join(10)
+    assert done == [b""]
+
+
 def test_a_record_that_is_too_deep() -> None:
     """Brackets without end, and texts without end."""
     for number, content in enumerate([b"[" * 8192, b'{"study": "' + b"x" * 8000 + b'"}']):
@@ -359,12 +382,19 @@ def test_a_thread_gets_no_other_card_than_jax_is_on(driver: Driver, started: Cal
         except jaxguard.JaxAlreadyStarted as error:
             refused.append(error)
 
+    def any_card() -> None:
+        try:
+            gpu_slot(slot_timeout=0).__enter__()
+        except jaxguard.SlotTimeout as error:  # for the card that JAX is on
+            refused.append(error)
+
     with gpu_slot(devices=[0]):
         started()
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join(60)
-    assert len(refused) == 1
+        for work in (other, any_card):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(60)
+    assert [type(error) for error in refused] == [jaxguard.JaxAlreadyStarted, jaxguard.SlotTimeout]
 
 
 def test_a_worker_may_have_a_card_beside_its_parents(driver: Driver, started: Callable[[], None]) -> None:
@@ -513,6 +543,6 @@ def test_a_mask_that_ends_early_is_unclear_too(empty_host: Driver) -> None:
     for number, kind in enumerate(["NVIDIA T400", "NVIDIA A100", "NVIDIA A100"]):
         empty_host.add(f"00c0:{number:02x}:00.0", f"GPU-{number}{number}", kind=kind)
     empty_host.enter()
-    for mask in ("0,0,1,2", "0,9,1,2"):
+    for mask in ("0,0,1,2", "0,9,1,2", "0,GPU-11"):
         with pytest.raises(ValueError, match="is not clear"):
             empty_host.see(mask)
