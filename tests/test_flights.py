@@ -42,6 +42,12 @@ class Worker:
         self.flights.after(program)
 
 
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a wait that should not be there end before the test's patience does."""
+    monkeypatch.setattr(_flights, "_LONGEST_WAIT_S", 20.0)
+
+
 @pytest.fixture
 def workers(tmp_path: pathlib.Path) -> Iterator[list[Worker]]:
     """Three workers of one store."""
@@ -108,8 +114,10 @@ def test_the_wait_is_bounded(
         "jaxguard: waited 0 s for another worker to compile a program",
     ]
     assert third.store.is_marked(KEY)
-    monkeypatch.setattr(_flights, "_LONGEST_WAIT_S", 1000.0)
+    monkeypatch.setattr(_flights, "_LONGEST_WAIT_S", 20.0)
+    began = time.monotonic()
     assert not third.needs(KEY).fetched
+    assert time.monotonic() - began < 20, "it did not wait"
     second.compiles(program)
     assert third.needs(KEY).fetched, "what was compiled at last is there for all"
 
@@ -155,7 +163,9 @@ def test_what_jax_does_not_store_is_marked(workers: list[Worker]) -> None:
     first.flights.after(program)
     assert program.stored is False
     flight = third.store.take_flight(KEY)
+    began = time.monotonic()
     assert not second.needs(KEY).fetched
+    assert time.monotonic() - began < 20, "it did not wait"
     _descriptors.close(flight or -1)
 
 
