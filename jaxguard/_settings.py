@@ -59,15 +59,7 @@ def directory() -> str | None:
     Raises:
         ValueError: If the value is not an absolute path.
     """
-    text = os.environ.get(DIR, "")
-    if not text:
-        return None
-    if not os.path.isabs(text) or len(text) > _LONGEST_PATH:
-        message = (
-            f"{DIR}={text!r} is not valid. Valid is: the absolute path of a directory, owned by root, on this host."
-        )
-        raise ValueError(message)
-    return "/" + text.lstrip("/")
+    return _absolute_path(DIR, "owned by root")
 
 
 def cache_directory() -> str | None:
@@ -76,15 +68,7 @@ def cache_directory() -> str | None:
     Raises:
         ValueError: If the value is not an absolute path.
     """
-    text = os.environ.get(CACHE_DIR, "")
-    if not text:
-        return None
-    if not os.path.isabs(text) or len(text) > _LONGEST_PATH:
-        message = (
-            f"{CACHE_DIR}={text!r} is not valid. Valid is: the absolute path of a directory of yours, on this host."
-        )
-        raise ValueError(message)
-    return text
+    return _absolute_path(CACHE_DIR, "your own")
 
 
 def inline() -> bool:
@@ -103,6 +87,16 @@ def allow_foreign() -> bool:
         ValueError: If the value is none of those that are valid.
     """
     return _switch(ALLOW_FOREIGN, "use GPUs on which programs compute that hold no slot")
+
+
+def _absolute_path(name: str, whose: str) -> str | None:
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not os.path.isabs(text) or len(text) > _LONGEST_PATH:
+        message = f"{name}={text!r} is not valid. Valid is: the absolute path of a directory, {whose}, on this host."
+        raise ValueError(message)
+    return "/" + text.lstrip("/")
 
 
 def _switch(name: str, what: str) -> bool:
