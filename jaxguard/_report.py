@@ -54,7 +54,8 @@ class CompileReport(list[CompiledFunction]):
             middle = [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
             lines.append("  ".join([first.ljust(widths[0]), *middle, last]).rstrip())
         if len(shown) < len(self):
-            lines.append(f"and {len(self) - len(shown)} functions of less than {_WORTH_A_LINE_S} s each")
+            rest = len(self) - len(shown)
+            lines.append(f"and {rest} function{'' if rest == 1 else 's'} of less than {_WORTH_A_LINE_S} s")
         advice = [
             _recompiles.describe(row.function, row.programs, list(row.constants)) for row in shown if row.constants
         ]

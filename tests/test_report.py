@@ -118,7 +118,7 @@ def test_a_notebook_shows_the_table() -> None:
     small = CompiledFunction("small", 1, 1, 1, 0.001, 0.0, stored=True, constants=())
     report = CompileReport([row, small])
     assert "&lt;lambda&gt;" in report._repr_html_()
-    assert str(report).splitlines()[-1] == "and 1 functions of less than 0.05 s each"
+    assert str(report).splitlines()[-1] == "and 1 function of less than 0.05 s"
 
 
 def test_one_program_with_traced(caplog: pytest.LogCaptureFixture) -> None:
