@@ -12,7 +12,6 @@ pruner and storage works, and nothing is a silent copy.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -38,16 +37,18 @@ class Roots:
     def __init__(self, call: str) -> None:
         self.call = call
         self.objects: list[Any] = []
+        self._study_name: str | None = None
 
     @property
     def trials(self) -> list[Any]:
         return [root for root in self.objects if isinstance(root, sys.modules["optuna"].trial.Trial)]
 
-    @functools.cached_property
+    @property
     def study_name(self) -> str | None:
         """The study of the first trial; looked up once, as it may be in a database."""
-        trial = next(iter(self.trials), None)
-        return None if trial is None else str(trial.study.study_name)
+        if self._study_name is None and (trial := next(iter(self.trials), None)) is not None:
+            self._study_name = str(trial.study.study_name)
+        return self._study_name
 
     def replace(self, obj: object) -> Any:
         """The reduction of an object that stays here, for `_calls.pack`."""
