@@ -25,7 +25,7 @@ from . import _descriptors, _linux, _trials, errors
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FINISH_S = 2.0
-_NUDGE_AFTER_S, _GIVE_UP_S = 0.05, 1.0
+_NUDGE_EVERY_S, _GIVE_UP_S = 0.05, 1.0
 _numbers = itertools.count()
 
 
@@ -230,8 +230,13 @@ def _ask_the_main_thread() -> None:
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(run)
     _pending.append(callback)
     ctypes.pythonapi.Py_AddPendingCall(callback, None)
-    if done.wait(_NUDGE_AFTER_S):
-        return
+    until = time.monotonic() + _GIVE_UP_S
+    while not done.wait(_NUDGE_EVERY_S) and time.monotonic() < until:
+        _nudge_the_main_thread()  # again: a signal that comes just before the main thread goes to sleep is lost
+
+
+def _nudge_the_main_thread() -> None:
+    """Have the main thread come out of a wait for a lock, and look."""
     if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
         # A signal that is ignored interrupts no system call: give it a handler that does nothing (`abs`).
         libc = _linux.libc()
@@ -241,7 +246,6 @@ def _ask_the_main_thread() -> None:
     ident = threading.main_thread().ident
     if ident is not None:
         signal.pthread_kill(ident, signal.SIGURG)
-    done.wait(_GIVE_UP_S)
 
 
 def _after_fork_in_child() -> None:

@@ -80,13 +80,44 @@ def test_a_forked_child_has_the_handlers_of_the_program(own_handlers: None, fres
     assert results == [3]
 
 
+def test_a_lost_nudge(own_handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A main thread that goes to sleep just after it was nudged is nudged again, so handlers are always there."""
+    nudge, nudges = signal.pthread_kill, []
+
+    def lose_the_first(ident: int, number: int) -> None:
+        nudges.append(number)
+        if len(nudges) > 1:
+            nudge(ident, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+    heard: list[bool] = []
+
+    def call() -> None:
+        threading.Event().wait(0.1)  # most likely the main thread sleeps by then; else it needs no nudge: once more
+        with _interrupts.call("objective"):
+            heard.append(signal.getsignal(signal.SIGTERM) is _interrupts._on_signal)
+
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(50):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+        assert heard.pop(), nudges
+        _interrupts._uninstall()
+        assert signal.getsignal(signal.SIGTERM) is before
+        if len(nudges) > 1:
+            return
+    pytest.fail("no call ever had to nudge the main thread")
+
+
 def test_ctrl_c_and_sigterm_leave_no_trial_running(run_python: Callable[..., Any], tmp_path: Any) -> None:
     """With one job and with two, every trial that was running when the signal came is FAIL in the storage."""
     code = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
 import optuna
 from jaxguard import _interrupts, isolated_jax_worker
 
+faulthandler.dump_traceback_later(60)
 number, jobs, url, flags = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 
 @isolated_jax_worker
