@@ -51,6 +51,12 @@ def _slots(options: argparse.Namespace) -> int:
     return _slots.run(options)
 
 
+def _stacks(options: argparse.Namespace) -> int:
+    from . import _stacks
+
+    return _stacks.run(options)
+
+
 def _cache(options: argparse.Namespace) -> int:
     from . import _cache
 
@@ -104,6 +110,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     slots.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
     slots.set_defaults(command=_slots)
+
+    stacks = commands.add_parser(
+        "stacks",
+        help="show where each guarded program is at this moment: phase, study, trial, Python stacks",
+        description=(
+            "Show where your guarded programs on this host are: for each guarded call its study, trial, device and "
+            "phase (waiting for a slot, starting, compiling what, waiting for the compilation of whom, running), and "
+            "the Python stacks of all threads of parents, keepers and workers. Nothing is stopped by it."
+        ),
+    )
+    stacks.add_argument("pid", nargs="*", type=_whole(1), help="only these: process ids of parents or workers")
+    stacks.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
+    stacks.set_defaults(command=_stacks)
     _add_cache(commands)
     return parser
 

@@ -93,7 +93,7 @@ def _queue(
     found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check, facts, ours)
     taken = found if isinstance(found, _leases.Lease) else found.lease
     taken.waited_s = time.monotonic() - began
-    taken.tell(**facts, phase="running")
+    taken.tell(**{**facts, "since": time.time()}, phase="running")
     return found
 
 
@@ -104,6 +104,7 @@ def _facts(running: _interrupts.Call) -> dict[str, Any]:
         "function": running.name,
         "study": running.roots.study_name,
         "trial": None if trial is None else trial.number,
+        "since": time.time(),
     }
 
 

@@ -30,18 +30,20 @@ from . import (
     _inherited,
     _keeper,
     _linux,
+    _oom,
     _output,
+    _phases,
+    _records,
     _settings,
     _starting,
     _store,
     _trials,
+    _whereabouts,
     _worker,
     errors,
 )
 from ._deadlines import Due
 from ._leases import Lease
-
-_STACKS_S = 1.0
 
 logger = logging.getLogger("jaxguard")
 
@@ -79,6 +81,7 @@ class Worker:
         self._picture = setup.picture
         self._first_memory_bytes = 0
         self._tail = _output.Tail()
+        self._oom_before = _oom.counts()
         self._condemned = False
         self._owner = os.getpid()
         self._started = _starting.Started(lease, at_import)
@@ -196,19 +199,19 @@ class Worker:
 
     # ------------------------------------------------------------ the loop
 
-    def _converse(self, talk: Talk, *, to_the_end: bool) -> str | None:
+    def _converse(self, talk: Talk, *, to_the_end: bool) -> errors.WorkerTimeout | None:
         """Serve until there is an answer (and, if it was the last job, until the worker is gone).
 
         Returns:
-            The stacks, if the time was up.
+            The error to be raised, if the time was up.
         """
         self._answer = None
         deadlines = _deadlines.Deadlines(talk.timeout)
-        stacks: str | None = None
+        late: errors.WorkerTimeout | None = None
         while not self.ended and not (self._answered and not to_the_end):
             due, wait_s = deadlines.due(begun=self.pid is not None, answered=self._answered)
             if due is None:
-                self._step(talk, 1000 * min(wait_s, 3600) + 1, deaf=stacks is not None)
+                self._step(talk, 1000 * min(wait_s, 3600) + 1, deaf=late is not None)
             elif due is Due.SAY_SO:
                 waited = time.monotonic() - deadlines.ordered
                 logger.warning("jaxguard: %s has no worker after %.0f s: its keeper does not answer", talk.name, waited)
@@ -217,16 +220,15 @@ class Worker:
                 _starting.kill_keeper(self._started.keeper_pid)
             elif due is Due.TIME_UP:
                 stacks = self._take_stacks(talk)
-                if self._answered:  # at the last moment
-                    stacks = None
-                else:
+                if not self._answered:  # at the last moment
+                    late = _deaths.too_late(self._subject(talk), talk.timeout, stacks)
                     self._condemned = True
                     self._started.order(_keeper.TERMINATE)
                     deadlines.terminated()
             else:
                 self._started.order(_keeper.KILL)
                 self._started.wake_keeper()
-        return stacks
+        return late
 
     def _step(self, talk: Talk, limit_ms: float, *, deaf: bool = False) -> None:
         ready = self._wait(limit_ms)
@@ -283,6 +285,7 @@ class Worker:
         kind, number, text = self._started.hear()
         if kind == _keeper.STARTED:
             self.pid = number
+            self.lease.tell(worker=number)
             return
         if not kind:
             return
@@ -310,18 +313,16 @@ class Worker:
 
     # ------------------------------------------------------------ what came of it
 
-    def _judge(self, talk: Talk, stacks: str | None) -> Any:
+    def _judge(self, talk: Talk, late: errors.WorkerTimeout | None) -> Any:
         if (instead := talk.interrupted()) is not None and not self._answered:
             raise instead
-        if stacks is not None:
-            text = (
-                f"{talk.name} ran longer than timeout={talk.timeout:g} s and was ended (worker pid {self.pid}). Raise "
-                f"timeout=, or look where it was:\n{stacks}"
-            )
-            raise errors.WorkerTimeout(text, pid=self.pid, timeout_s=talk.timeout, stacks=stacks)
+        if late is not None:
+            raise late
         if self._answer is None:
             how = None if self._keeper_gone else self._status
-            raise _deaths.died(talk.name, self.pid, how, self._tail.text(), keeper_gone=self._keeper_gone)
+            raise _deaths.died(
+                self._subject(talk), how, self._tail.text(), self._oom_before, keeper_gone=self._keeper_gone
+            )
         talk.facts = _answers.facts_of(self._answer)
         self._note_trust(talk.facts)
         return _answers.take(self._answer, talk.name)
@@ -332,17 +333,21 @@ class Worker:
         self._first_memory_bytes = self._first_memory_bytes or memory
         self.trusted = facts["trusted"] and memory < 2 * self._first_memory_bytes + (1 << 30)
 
+    def _subject(self, talk: Talk) -> _deaths.Subject:
+        trial = next(iter(talk.roots.trials), None)
+        return _deaths.Subject(
+            function=talk.name,
+            pid=self.pid,
+            trial=None if trial is None else trial.number,
+            devices=tuple(device.id for device in self.lease.devices),
+            doing=_phases.in_words(_records.read_file(self._started.phases)),
+        )
+
     def _take_stacks(self, talk: Talk) -> str:
         """Ask the worker where it is. Works while C code holds the GIL; not while it is stopped."""
-        before = os.fstat(self._started.stacks).st_size
-        self._started.order(_keeper.STACKS)
-        until = time.monotonic() + _STACKS_S
-        size = before
-        while time.monotonic() < until and not self.ended:
-            now = os.fstat(self._started.stacks).st_size
-            if now > before and now == size:
-                return _output.from_the_job_on(os.pread(self._started.stacks, now - before, before))
-            size = now
-            self._step(talk, 20, deaf=True)
-        status = _linux.status(self.pid) if self.pid is not None else None
-        return f"(no stacks: the worker is in state {status.state if status else 'gone'})"
+        return _whereabouts.read(
+            self._started.stacks,
+            self.pid,
+            lambda: self._started.order(_keeper.STACKS),
+            lambda seconds: self._step(talk, 1000 * seconds, deaf=True),
+        )

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from . import _descriptors, _entries, _store
+from . import _descriptors, _entries, _phases, _store
 from ._programs import Program
 
 _LONGEST_WAIT_S = 1200.0
@@ -92,6 +92,8 @@ class Flights:
             if any(thread == threading.get_ident() for thread, _ in list(self._flights)):
                 # This thread compiles another one already: it waits for nobody.
                 return
+            if poll_s == _SHORTEST_POLL_S:
+                _phases.program(id(program), program.function, key, _phases.WAITING)
             if waited > _LONGEST_WAIT_S:
                 self._store.mark(key, f"was not compiled within {_LONGEST_WAIT_S:.0f} s")
                 logger.warning(
@@ -101,7 +103,10 @@ class Flights:
             if waited > _SAY_SO_S and not said:
                 said = True
                 logger.warning(
-                    "jaxguard: another worker compiles the same program; waiting for it since %.0f s", waited
+                    "jaxguard: another worker compiles the same program (%s); waiting for it since %.0f s. "
+                    "`jaxguard stacks` shows which",
+                    program.function or "of a function without a name",
+                    waited,
                 )
             time.sleep(poll_s)
             if self._fetch(program):

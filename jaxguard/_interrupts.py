@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from . import _descriptors, _linux, _trials, errors
+from . import _descriptors, _linux, _trials, _whereabouts, errors
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FINISH_S = 2.0
@@ -105,6 +105,7 @@ def call(name: str) -> Iterator[Call]:
         )
         raise errors.JaxguardError(text)
     _have_handlers()
+    _whereabouts.answer_here(_whereabouts.PARENT)
     with _descriptors.creating():
         running = Call(name)
         _descriptors.own(running.wake)

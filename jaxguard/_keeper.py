@@ -5,7 +5,7 @@ end-of-file, which a grandchild can delay. It is the subreaper of its workers, a
 of the keeper that is no worker belonged to a dead one, and is ended. Only then is the lease closed, and only then is
 the end reported.
 
-    parent --> keeper   (control)  F or X, modules to import, with: line, pipe, stdout, stderr, stacks, lease...
+    parent --> keeper   (control)  F or X, modules to import, with: line, pipe, stdout, stderr, stacks, phases, lease...
     keeper --> parent   (line)     P pid        the worker exists
                                    E status     it has ended, nothing of it is left, its lease is closed
     parent --> keeper   (line)     S, T, K      send the stack signal, SIGTERM, SIGKILL;  hang-up: SIGKILL
@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol
 
-from . import _descriptors, _linux
+from . import _descriptors, _linux, _whereabouts
 
-STACKS_SIGNAL = signal.SIGRTMIN + 3
 FORK, EXEC = b"F", b"X"
 STARTED, ENDED, FAILED = b"P", b"E", b"!"
 STACKS, TERMINATE, KILL = b"S", b"T", b"K"
-_SIGNALS = {STACKS: STACKS_SIGNAL, TERMINATE: signal.SIGTERM, KILL: signal.SIGKILL}
+_SIGNALS = {STACKS: _whereabouts.SIGNAL, TERMINATE: signal.SIGTERM, KILL: signal.SIGKILL}
 _MAX_DESCRIPTORS = 64
 _SWEEP_BOUND_S = 5.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +51,7 @@ class _Worker:
 class Begin(Protocol):
     """What a forked child does to become a worker."""
 
-    def __call__(self, pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoReturn: ...
+    def __call__(self, pipe: int, stacks: int, phases: int, lease: list[int], *, by_exec: bool) -> NoReturn: ...
 
 
 def main(control: Connection, parent: int, preload: list[str], mask: set[signal.Signals], begin: Begin) -> None:
@@ -72,6 +71,7 @@ def main(control: Connection, parent: int, preload: list[str], mask: set[signal.
         os._exit(0)
     if os.getppid() != parent:
         os._exit(0)
+    _whereabouts.answer_here(_whereabouts.KEEPER)  # an import may hang
     _import(preload)
     connection = socket.socket(fileno=os.dup(control.fileno()))
     control.close()
@@ -134,18 +134,18 @@ class _Keeper:
         if order == FORK:
             _import(names)
         _descriptors.without_inheritance(descriptors)
-        line, pipe, stdout, stderr, stacks, *lease = descriptors
+        line, pipe, stdout, stderr, stacks, phases, *lease = descriptors
         connection = socket.socket(fileno=line)
         try:
             pid = os.fork()
         except OSError as error:
             connection.send(FAILED + str(error).encode())
             connection.close()
-            _descriptors.close(pipe, stdout, stderr, stacks, *lease)
+            _descriptors.close(pipe, stdout, stderr, stacks, phases, *lease)
             return
         if pid == 0:
-            self._become_worker(order, connection, pipe, stdout, stderr, stacks, lease)
-        _descriptors.close(pipe, stdout, stderr, stacks)
+            self._become_worker(order, connection, stdout, stderr, pipe, stacks, phases, lease)
+        _descriptors.close(pipe, stdout, stderr, stacks, phases)
         worker = _Worker(pid, os.pidfd_open(pid), connection, lease)
         self._workers.append(worker)
         self._poll.register(worker.pidfd, select.POLLIN)
@@ -153,7 +153,15 @@ class _Keeper:
         self._tell(worker, STARTED + struct.pack("i", pid))
 
     def _become_worker(
-        self, order: bytes, line: socket.socket, pipe: int, stdout: int, stderr: int, stacks: int, lease: list[int]
+        self,
+        order: bytes,
+        line: socket.socket,
+        stdout: int,
+        stderr: int,
+        pipe: int,
+        stacks: int,
+        phases: int,
+        lease: list[int],
     ) -> NoReturn:
         try:
             _linux.die_with_parent()
@@ -171,7 +179,7 @@ class _Keeper:
             ]
             mine = [self._control.detach(), line.detach(), self._parent_pidfd, self._null, stdout, stderr]
             _descriptors.close(*others, *mine)
-            self._begin(pipe, stacks, lease, by_exec=order == EXEC)
+            self._begin(pipe, stacks, phases, lease, by_exec=order == EXEC)
         except BaseException:  # noqa: BLE001 – whatever it is, this process is no keeper
             traceback.print_exc()
             sys.stderr.flush()

@@ -64,7 +64,8 @@ class Lease:
     def tell(self, **facts: Any) -> None:
         """Say to this user what the lease is for."""
         if self._record is None:
-            self._record = _records.Record(self.nonce, facts)
+            devices = [device.id for device in self.devices]
+            self._record = _records.Record(self.nonce, {"devices": devices, **facts})
         else:
             self._record.tell(**facts)
 

@@ -115,6 +115,22 @@ def status(pid: int) -> Status | None:
     return Status(words[0].decode(), int(words[1]), int(words[3]), int(words[19]))
 
 
+def ignore(number: int) -> None:
+    """Have a signal ignored, from any thread; `signal.signal` may be used in the main thread only."""
+    libc().signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc().signal(number, ctypes.c_void_p(int(signal.SIG_IGN)))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a process has a handler for a signal. Source: proc(5), status."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            mask = next((line.split()[1] for line in file if line.startswith(b"SigCgt:")), b"0")
+    except OSError:
+        return False
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def owner(pid: int) -> int | None:
     """The user id of a process; None if there is none."""
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import sys
 
-_KEPT_BYTES, _TAIL_BYTES = 16000, 4000
-_OWN_FRAME = re.compile(r'jaxguard/_worker\.py", line \d+ in _do$')
+from . import _whereabouts
+
+_KEPT_BYTES = 16000
 
 
 class Tail:
@@ -23,7 +23,7 @@ class Tail:
             del self._data[:-_KEPT_BYTES]
 
     def text(self) -> str:
-        return from_the_job_on(bytes(self._data))[-_TAIL_BYTES:].strip()
+        return _whereabouts.from_the_job_on(bytes(self._data)).strip()
 
 
 class Output:
@@ -55,15 +55,3 @@ class Output:
             if not data:
                 return False
         return True
-
-
-def from_the_job_on(stacks: bytes) -> str:
-    """Leave out the frames below the user's function, which are the worker's own."""
-    lines, skipping = [], False
-    for line in stacks.decode("utf-8", "backslashreplace").strip().splitlines():
-        if line.startswith("Extension modules: "):
-            continue
-        skipping = line.startswith("  ") and (skipping or bool(_OWN_FRAME.search(line)))
-        if not skipping:
-            lines.append(line)
-    return "\n".join(lines)

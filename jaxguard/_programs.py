@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _entries, _jax_state
+from . import _entries, _jax_state, _phases
 
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -97,12 +97,16 @@ class Watch:
         if event == _REQUEST:
             program = Program(behind=sys.exc_info()[1])
             if (found := _jax_state.program_in_need()) is not None:
-                program.key, program.module = _entries.key_of(found[0] + _entries.SUFFIX), found[1]
+                name, program.module = found
+                program.key = _entries.key_of(name + _entries.SUFFIX)
+                program.function = _DRESS.sub("", name.rpartition("-")[0])
             here.programs.append(program)
             began = time.monotonic()
             self._tell(self.before, program)
             program.waited_s = time.monotonic() - began
             program.module = None
+            doing = _phases.LOADING if program.fetched else _phases.COMPILING
+            _phases.program(id(program), program.function, program.key, doing)
         elif event == _HIT and here.programs:
             here.programs[-1].hit = True
 
@@ -113,12 +117,13 @@ class Watch:
         if event != _COMPILED:
             return
         program = here.programs.pop() if here.programs else Program(behind=sys.exc_info()[1])
-        program.function = _DRESS.sub("", str(named.get("fun_name") or ""))
+        program.function = _DRESS.sub("", str(named.get("fun_name") or program.function))
         error = sys.exc_info()[1]
         program.failed = error is not None and error is not program.behind
         program.behind = None
         if not program.hit:
             program.compile_s = max(0.0, duration_secs - program.waited_s)
+        _phases.program_done(id(program))
         self._tell(self.after, program)
         with self._lock:
             self._done.append(program)

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import _descriptors
 
+_NAME = "jaxguard-{}"
+_TARGET = re.compile(r"/memfd:jaxguard-([a-z0-9-]+) \(deleted\)")
 _SIZE = 8192
 _TEXT = 200
 """How much is told of a name, which its user may have made very long."""
 
 
 class Record:
-    """The record of one hold or one wait; whoever makes it closes it."""
+    """The record of one hold, one wait or one worker; whoever makes it closes it."""
 
-    def __init__(self, word: str, facts: dict[str, Any]) -> None:
-        with _descriptors.creating():
-            self._file = os.memfd_create(_name(word), os.MFD_CLOEXEC)
-            _descriptors.own(self._file)
+    def __init__(self, word: str, facts: dict[str, Any], file: int | None = None) -> None:
+        """Make a record under a word, or go on in the memory file of one that another process has made."""
+        self._file = new_file(word) if file is None else file
         self._facts: dict[str, Any] = {}
         try:
             self.tell(**facts)
@@ -34,11 +37,10 @@ class Record:
 
     def tell(self, **facts: Any) -> None:
         """Add to what the record says, or change it."""
-        self._facts.update({name: _cut(value) for name, value in facts.items()})
-        data = json.dumps(self._facts).encode().ljust(_SIZE)
         with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
+            self._facts.update({name: cut(value) for name, value in facts.items()})
             if self._file >= 0:
-                os.pwrite(self._file, data, 0)
+                os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
 
     def close(self) -> None:
         """Withdraw the record."""
@@ -47,21 +49,51 @@ class Record:
             _descriptors.close(file)
 
 
+def new_file(word: str) -> int:
+    """Make the memory file of a record, to be given to the process that will fill it."""
+    with _descriptors.creating():
+        file = os.memfd_create(_NAME.format(word), os.MFD_CLOEXEC)
+        _descriptors.own(file)
+    return file
+
+
 def read(pid: int, word: str) -> dict[str, Any]:
-    """What a process says of a hold; nothing if it is another user's, or gone."""
-    folder, target = f"/proc/{pid}/fd", f"/memfd:{_name(word)} (deleted)"
+    """What a process says under a word; nothing if it is another user's, or gone."""
+    return next(_found(pid, lambda other: other == word), ("", {}))[1]
+
+
+def read_all(pid: int) -> dict[str, dict[str, Any]]:
+    """All that a process says, by the words."""
+    return dict(_found(pid, lambda _: True))
+
+
+def read_file(file: int) -> dict[str, Any]:
+    """What a record says whose file is open here."""
+    return _facts(os.pread(file, _SIZE, 0))
+
+
+def _found(pid: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+    folder = f"/proc/{pid}/fd"
     try:
         names = os.listdir(folder)
     except OSError:
-        return {}
+        return
     for name in names:
         try:
-            if os.readlink(f"{folder}/{name}") == target:
-                facts = json.loads(_read(f"{folder}/{name}", target))
-                return {key: _cut(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
-        except (OSError, ValueError, RecursionError):  # closed meanwhile, as is the one that listed them; or no record
+            target = os.readlink(f"{folder}/{name}")
+            match = _TARGET.fullmatch(target)
+            if match and wanted(match[1]):
+                yield match[1], _facts(_read(f"{folder}/{name}", target))
+        except OSError:  # closed meanwhile, as is the one that listed them
             continue
-    return {}
+
+
+def _facts(data: bytes) -> dict[str, Any]:
+    try:
+        facts = json.loads(data)
+    except (ValueError, RecursionError):  # no record, or one that is just being written
+        return {}
+    return {key: cut(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
 
 
 def _read(path: str, target: str) -> bytes:
@@ -75,9 +107,6 @@ def _read(path: str, target: str) -> bytes:
         os.close(file)
 
 
-def _cut(value: Any) -> Any:
+def cut(value: Any) -> Any:
+    """What a record tells of a value: a long text is cut."""
     return value[:_TEXT] if isinstance(value, str) else value
-
-
-def _name(word: str) -> str:
-    return f"jaxguard-{word}"

@@ -23,7 +23,19 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import _descriptors, _environment, _keeper, _leases, _linux, _settings, _worker, errors
+from . import (
+    _descriptors,
+    _environment,
+    _keeper,
+    _leases,
+    _linux,
+    _phases,
+    _records,
+    _settings,
+    _whereabouts,
+    _worker,
+    errors,
+)
 
 _READ_AT_IMPORT = (
     *("JAX_", "JAXLIB_", "XLA_", "LIBTPU_", "TF_", "PJRT_", "CUDA_", "NVIDIA_", "NCCL_"),
@@ -51,7 +63,8 @@ class Started:
             line, line_there = self._pair(stack, socket.SOCK_SEQPACKET)
             stdout, stdout_there = self._pipe(stack)
             stderr, stderr_there = self._pipe(stack)
-            self.stacks = self._own(stack, os.memfd_create("jaxguard-stacks", os.MFD_CLOEXEC))
+            self.stacks = self._own(stack, _whereabouts.new_file(_whereabouts.WORKER))
+            self.phases = self._own(stack, _records.new_file(_phases.word(lease.nonce)))
             there = [line_there.detach(), pipe_there.detach(), stdout_there, stderr_there]
             stack.pop_all()
         self.pipe, self.line = pipe, line
@@ -63,7 +76,7 @@ class Started:
             os.set_blocking(descriptor, False)
         way = _keeper.FORK if at_import == keeper.read_at_import else _keeper.EXEC
         try:
-            keeper.order(way, [*there, self.stacks, *lease.descriptors])
+            keeper.order(way, [*there, self.stacks, self.phases, *lease.descriptors])
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -123,7 +136,7 @@ class Started:
         """Let go of the worker; the keeper ends one that still runs."""
         _descriptors.close_socket(self.pipe)
         _descriptors.close_socket(self.line)
-        _descriptors.close(self.stacks, *self.outputs)
+        _descriptors.close(self.stacks, self.phases, *self.outputs)
 
 
 def read_at_import(env: dict[str, str]) -> dict[str, str]:

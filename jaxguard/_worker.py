@@ -32,9 +32,10 @@ from . import (
     _holds,
     _inherited,
     _jax_state,
-    _keeper,
     _linux,
+    _phases,
     _trials,
+    _whereabouts,
     errors,
 )
 
@@ -75,16 +76,16 @@ class Job:
     last: bool
 
 
-def begin(pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoReturn:
+def begin(pipe: int, stacks: int, phases: int, lease: list[int], *, by_exec: bool) -> NoReturn:
     """Become a worker, as a fork of the keeper or, when the environment at import matters, by exec."""
     connection = _frames.BlockingPipe(socket.socket(fileno=pipe))
     frame = connection.receive()
     if not by_exec:
-        _run(connection, frame, stacks, lease, forked=True)
+        _run(connection, frame, stacks, phases, lease, forked=True)
     setup: Setup = pickle.loads(frame.data)
     copy = os.memfd_create("jaxguard-setup")
     os.write(copy, frame.data)
-    descriptors = [copy, connection.connection.detach(), stacks, *lease]
+    descriptors = [copy, connection.connection.detach(), stacks, phases, *lease]
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)
     code = _AFTER_EXEC.format(path=setup.path, descriptors=descriptors)
@@ -94,16 +95,20 @@ def begin(pipe: int, stacks: int, lease: list[int], *, by_exec: bool) -> NoRetur
 
 def after_exec(descriptors: list[int]) -> NoReturn:
     """Go on in the fresh interpreter."""
-    copy, pipe, stacks, *lease = _descriptors.without_inheritance(descriptors)
+    copy, pipe, stacks, phases, *lease = _descriptors.without_inheritance(descriptors)
     data = os.pread(copy, os.fstat(copy).st_size, 0)
     os.close(copy)
-    _run(_frames.BlockingPipe(socket.socket(fileno=pipe)), _frames.Frame(SETUP, data, []), stacks, lease, forked=False)
+    connection = _frames.BlockingPipe(socket.socket(fileno=pipe))
+    _run(connection, _frames.Frame(SETUP, data, []), stacks, phases, lease, forked=False)
 
 
-def _run(pipe: _frames.BlockingPipe, frame: _frames.Frame, stacks: int, lease: list[int], *, forked: bool) -> NoReturn:
+def _run(
+    pipe: _frames.BlockingPipe, frame: _frames.Frame, stacks: int, phases: int, lease: list[int], *, forked: bool
+) -> NoReturn:
     try:
         setup: Setup = pickle.loads(frame.data)
-        _descriptors.own(pipe.connection.fileno(), stacks, *lease)
+        _descriptors.own(pipe.connection.fileno(), stacks, phases, *lease)
+        _phases.begin(setup.nonce, phases)
         _become(setup, pipe, stacks, forked=forked)
         exit_code = _Desk(setup, pipe).serve()
     except _frames.Closed as why:
@@ -122,7 +127,7 @@ def _become(setup: Setup, pipe: _frames.BlockingPipe, stacks: int, *, forked: bo
     os.sched_setaffinity(0, setup.cores)
     _fresh_streams()
     faulthandler.enable(2)
-    faulthandler.register(_keeper.STACKS_SIGNAL, file=stacks, all_threads=True)
+    _whereabouts.answer(stacks)
     sys.breakpointhook = _no_breakpoint
     if forked and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # a fork of the keeper has its state, and so has every other
@@ -189,6 +194,7 @@ class _Desk:
         while True:
             kind, data, descriptors = self._pipe.receive()
             if kind == QUIT:
+                _phases.enter(_phases.ENDING)
                 _trials.end()
                 return 0
             if kind == CHANGED:
@@ -216,6 +222,7 @@ class _Desk:
 
     def _do(self, job: Job, descriptors: list[int]) -> int | None:
         """Do one job and answer; return an exit code if this worker is over."""
+        _phases.enter(_phases.READING)
         _trials.open_call(self._pipe, job.call)
         began = time.monotonic()
         exit_code = 0 if job.last else None
@@ -226,8 +233,10 @@ class _Desk:
             trusted = False  # a function that fails to arrive is sent to another worker next time
             function = self._functions[job.function]()
             trusted = True
+            _phases.enter(_phases.RUNNING)
             value = function(*args, **kwargs)
             del args, kwargs
+            _phases.enter(_phases.ANSWERING)
             self._check_devices()
             answer = _answers.result(value, job.name)
             kind = _answers.DONE
@@ -246,6 +255,7 @@ class _Desk:
             **self._cache.take_facts(),
         }
         _trials.close_call(kind, _answers.with_facts(facts, answer), last=job.last)
+        _phases.enter(_phases.ENDING if job.last else _phases.IDLE)
         _descriptors.close(*answer.descriptors)
         return exit_code
 

@@ -71,6 +71,12 @@ class WorkerDied(JaxguardError):
     """Number of the signal that ended the worker, if one did."""
     output: str = ""
     """The last lines that the worker wrote to its stderr and stdout."""
+    trial: int | None = None
+    """Number of the trial that it ran, if it ran one."""
+    devices: tuple[str, ...] = ()
+    """The devices that it held, as `jaxguard slots` names them."""
+    phase: str = ""
+    """What it did at last, such as `"running"` or `"compiling step for 3.1 s"`."""
 
 
 class WorkerTimeout(JaxguardError, TimeoutError):
@@ -82,6 +88,12 @@ class WorkerTimeout(JaxguardError, TimeoutError):
     """The limit, in seconds."""
     stacks: str = ""
     """Where each thread of the worker was at that moment."""
+    trial: int | None = None
+    """Number of the trial that it ran, if it ran one."""
+    devices: tuple[str, ...] = ()
+    """The devices that it held, as `jaxguard slots` names them."""
+    phase: str = ""
+    """What it did at that moment, such as `"running"` or `"compiling step for 3.1 s"`."""
 
 
 class JaxAlreadyStarted(JaxguardError):

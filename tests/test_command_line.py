@@ -25,6 +25,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["--help"], "demo"),
         (["demo", "--help"], "--storage URL"),
         (["slots", "--help"], "--json"),
+        (["stacks", "--help"], "Nothing is stopped by it"),
         (["--version"], f"jaxguard {metadata.version('jaxguard')}\n"),
     ],
 )

@@ -14,8 +14,16 @@ from jaxguard import errors
 
 FIELDS: dict[str, dict[str, Any]] = {
     "SlotTimeout": {"waited_s": 1.5, "holders": (3, 4)},
-    "WorkerDied": {"pid": 7, "exit_code": None, "signal": 9, "output": "last words"},
-    "WorkerTimeout": {"pid": 7, "timeout_s": 2.0, "stacks": "File ..."},
+    "WorkerDied": {
+        "pid": 7,
+        "exit_code": None,
+        "signal": 9,
+        "output": "last words",
+        "trial": 3,
+        "devices": ("cpu:0",),
+        "phase": "running",
+    },
+    "WorkerTimeout": {"pid": 7, "timeout_s": 2.0, "stacks": "File ...", "trial": 3, "devices": (), "phase": "running"},
     "RemoteError": {"type": "m.E", "text": "gone", "traceback": "Traceback ..."},
 }
 BUILT_IN_PARENTS = {"SlotTimeout": TimeoutError, "WorkerTimeout": TimeoutError}

@@ -1,0 +1,170 @@
+"""`jaxguard stacks`: where this user's guarded programs on this host are at this moment, without stopping them.
+
+For each parent: what its threads wait for or run, the phase of each worker, and the Python stacks of all threads. All
+is read from memory files of those processes (`_records`, `_phases`, `_whereabouts`), so it can be told of one's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import textwrap
+import time
+from typing import Any
+
+from . import _linux, _phases, _records, _whereabouts
+
+_VERSION = 1
+_HOLD = re.compile(r"[0-9a-f]{12}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what there is; the exit status is 1 if there is none of the processes that were asked for."""
+    view = look(options.pid)
+    print(json.dumps(view, indent=2) if options.json else as_text(view))  # noqa: T201 – this is what was asked for
+    return 0 if view["parents"] or not options.pid else 1
+
+
+def look(pids: list[int]) -> dict[str, Any]:
+    """What is known at this moment, as plain data.
+
+    Args:
+        pids: Parents or workers to look at; all if it is empty.
+    """
+    kinds = {pid: _whereabouts.names(pid) for pid in _own_processes()}
+    parents = [_parent(pid, kinds) for pid, names in kinds.items() if _whereabouts.PARENT in names]
+    everybody = [call for parent in parents for call in parent["calls"]]
+    chosen = [parent for parent in parents if not pids or parent["pid"] in pids or _worker_pids(parent) & set(pids)]
+    for parent in chosen:
+        _add_stacks(parent)
+        for call in parent["calls"]:
+            _name_who_compiles(call, everybody)
+    return {"version": _VERSION, "host": socket.gethostname(), "time": time.time(), "parents": chosen}
+
+
+def _own_processes() -> list[int]:
+    me = os.geteuid()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in sorted(pids) if _linux.owner(pid) == me]
+
+
+def _parent(pid: int, kinds: dict[int, set[str]]) -> dict[str, Any]:
+    records = _records.read_all(pid)
+    calls = []
+    for word, facts in records.items():
+        if _HOLD.fullmatch(word) and "phase" in facts:
+            calls.append(_call(facts, records.get(_phases.word(word), {})))
+    calls.sort(key=lambda call: call["since"] or 0.0)
+    keepers = [
+        other
+        for other, names in kinds.items()
+        if _whereabouts.KEEPER in names and getattr(_linux.status(other), "parent", None) == pid
+    ]
+    return {
+        "pid": pid,
+        "command": _linux.command(pid),
+        "state": _state(pid),
+        "calls": calls,
+        "keepers": [{"pid": keeper, "state": _state(keeper)} for keeper in keepers],
+    }
+
+
+def _call(facts: dict[str, Any], work: dict[str, Any]) -> dict[str, Any]:
+    worker = facts.get("worker")
+    phase = str(facts["phase"])
+    # A waiter has no worker, and a `gpu_slot` block none either: there the parent's own stacks tell.
+    has_worker = isinstance(worker, int) and phase == "running"
+    return {
+        "function": facts.get("function"),
+        "study": facts.get("study"),
+        "trial": facts.get("trial"),
+        "since": facts.get("since") if isinstance(facts.get("since"), int | float) else None,
+        "devices": facts.get("devices") if isinstance(facts.get("devices"), list) else [],
+        "phase": "waiting for a slot" if phase == "waiting" else _phases.in_words(work) if has_worker else phase,
+        "worker": worker if isinstance(worker, int) else None,
+        "state": _state(worker) if isinstance(worker, int) else None,
+        "programs": [program for program in work.get("programs") or [] if isinstance(program, dict)],
+        "compiled_by": [],
+    }
+
+
+def _state(pid: int) -> str:
+    status = _linux.status(pid)
+    return "X" if status is None else status.state
+
+
+def _worker_pids(parent: dict[str, Any]) -> set[int]:
+    return {call["worker"] for call in parent["calls"]}
+
+
+def _add_stacks(parent: dict[str, Any]) -> None:
+    parent["stacks"] = _whereabouts.ask(parent["pid"], _whereabouts.PARENT)
+    for keeper in parent["keepers"]:
+        keeper["stacks"] = _whereabouts.ask(keeper["pid"], _whereabouts.KEEPER)
+    for call in parent["calls"]:
+        if call["worker"] is not None:
+            call["stacks"] = _whereabouts.ask(call["worker"], _whereabouts.WORKER)
+
+
+def _name_who_compiles(call: dict[str, Any], everybody: list[dict[str, Any]]) -> None:
+    """Find out for whom a call waits that waits for a compilation."""
+    wanted = {program.get("key") for program in call["programs"] if program.get("doing") == _phases.WAITING}
+    for other in everybody:
+        keys = {program.get("key") for program in other["programs"] if program.get("doing") == _phases.COMPILING}
+        if other is not call and wanted & keys:
+            facts = {name: other[name] for name in ("worker", "function", "study", "trial")}
+            call["compiled_by"].append(facts)
+
+
+# ---------------------------------------------------------------- for people
+
+
+def as_text(view: dict[str, Any]) -> str:
+    """The same for people."""
+    if not view["parents"]:
+        return "No guarded program of this user runs here (a program is seen from its first guarded call on)."
+    return "\n\n".join(_parent_as_text(parent) for parent in view["parents"])
+
+
+def _parent_as_text(parent: dict[str, Any]) -> str:
+    lines = [f"{parent['command']} (pid {parent['pid']}{_state_in_words(parent['state'])})"]
+    lines += [_indented(_call_as_line(call)) for call in parent["calls"]] or [_indented("no guarded call under way")]
+    lines += ["", f"  Stacks of pid {parent['pid']}, the parent:", _indented(parent["stacks"], 4)]
+    for keeper in parent["keepers"]:
+        lines += ["", f"  Stacks of pid {keeper['pid']}, its keeper{_state_in_words(keeper['state'])}:"]
+        lines.append(_indented(keeper["stacks"], 4))
+    for call in parent["calls"]:
+        if call["worker"] is not None:
+            lines += ["", f"  Stacks of pid {call['worker']}, the worker of {_work(call)}:"]
+            lines.append(_indented(call["stacks"], 4))
+    return "\n".join(lines)
+
+
+def _call_as_line(call: dict[str, Any]) -> str:
+    since = call["since"]
+    words = [_work(call), f": {_linux.printable(call['phase'])}"]
+    words += [f", which pid {other['worker']} compiles ({_work(other)})" for other in call["compiled_by"]]
+    if since is not None:
+        words.append(f"; since {time.strftime('%H:%M:%S', time.localtime(since))}")
+    if call["devices"]:
+        words.append(f" on {' and '.join(map(str, call['devices']))}")
+    if call["worker"] is not None:
+        words.append(f" (worker pid {call['worker']}{_state_in_words(call['state'])})")
+    return "".join(words)
+
+
+def _work(call: dict[str, Any]) -> str:
+    function = str(call["function"] or "a gpu_slot block")
+    trial = f", trial {call['trial']} of study {call['study']!r}" if call["trial"] is not None else ""
+    return _linux.printable(f"{function}{trial}")
+
+
+def _state_in_words(state: str) -> str:
+    return {"T": ", stopped", "t": ", stopped", "D": ", in the kernel", "Z": ", ended", "X": ", ended"}.get(state, "")
+
+
+def _indented(text: str, width: int = 2) -> str:
+    return textwrap.indent(text, " " * width)

@@ -1,0 +1,248 @@
+"""Phases: what a worker tells of itself, and that a death in any of them is noticed and named."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import phases
+import pytest
+
+import jaxguard
+from jaxguard import _linux, _phases, _records, isolated_jax_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORDS = {
+    "starting": "starting",
+    "reading": "reading the call",
+    "running": "running",
+    "compiling": "compiling long_step",
+    "answering": "answering",
+    "ending": "ending",
+}
+
+
+class Caller(threading.Thread):
+    """A guarded call that stays in a phase, in a thread of its own."""
+
+    def __init__(self, phase: str, folder: pathlib.Path, **options: Any) -> None:
+        super().__init__()
+        self.folder = folder
+        env, self.arguments = phases.call_in(phase, folder)
+        self.guarded = isolated_jax_worker(phases.work, env=env, **options)
+        self.result: Any = None
+        self.error: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.guarded(*self.arguments)
+        except BaseException as error:  # noqa: BLE001 – the test looks at it
+            self.error = error
+
+    @property
+    def worker(self) -> int:
+        """The worker's pid, once it is in its phase; 0 before."""
+        try:
+            return int((self.folder / "here").read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def told(self) -> str:
+        """What the worker says that it does, as its parent can read it."""
+        records = _records.read_all(os.getpid())
+        holds = [word for word, facts in records.items() if facts.get("worker") == self.worker]
+        return _phases.in_words(records.get(_phases.word(holds[0]), {})) if holds else "no hold"
+
+    def go_on(self) -> None:
+        (self.folder / "go").touch()
+
+
+@pytest.fixture
+def staying(tmp_path: pathlib.Path, wait_until: Callable[..., None]) -> Any:
+    """Give a function that makes a guarded call stay in a phase, and is there when it is."""
+    callers = []
+
+    def stay(phase: str, **options: Any) -> Caller:
+        folder = tmp_path / f"call{len(callers)}"
+        folder.mkdir()
+        caller = Caller(phase, folder, **options)
+        callers.append(caller)
+        wait_until(lambda: caller.worker or caller.error, f"a call in the phase {phase}")
+        wait_until(
+            lambda: caller.told().startswith(WORDS[phase]) or caller.error, f"it says so; it says {caller.told()}"
+        )
+        assert caller.error is None
+        return caller
+
+    yield stay
+    for caller in callers:
+        caller.go_on()
+        caller.join(60)
+        assert not caller.is_alive()
+
+
+@pytest.mark.parametrize("phase", ["starting", "reading", "running", "answering", "ending"])
+def test_a_worker_tells_its_phase(phase: str, staying: Callable[..., Caller]) -> None:
+    """While it is there, and the call is as good as any when it goes on."""
+    caller = staying(phase)
+    caller.go_on()
+    caller.join(60)
+    assert caller.result in {"answer", str(caller.folder)}, caller.error
+
+
+@pytest.mark.parametrize("phase", list(WORDS))
+@pytest.mark.parametrize("victim", ["worker", "keeper"])
+def test_a_death_in_each_phase(
+    phase: str, victim: str, staying: Callable[..., Caller], slots: Callable[[int], None]
+) -> None:
+    """It is noticed and named, nothing is left of the worker, the slot is free, and no half answer is taken."""
+    slots(1)
+    caller = staying(phase)
+    worker = caller.worker
+    status = _linux.status(worker)
+    assert status is not None
+
+    os.kill(worker if victim == "worker" else status.parent, signal.SIGKILL)
+    caller.join(30)
+
+    assert not caller.is_alive()
+    if phase == "ending":
+        assert caller.result == "answer", "it was there already"
+    else:
+        assert isinstance(caller.error, jaxguard.WorkerDied), caller.error
+        assert caller.error.phase.startswith(WORDS[phase])
+        assert f"while {caller.error.phase}" in str(caller.error)
+        assert ("keeper was killed" if victim == "keeper" else "SIGKILL") in str(caller.error)
+        assert caller.error.devices == ("cpu:0",)
+    assert getattr(_linux.status(worker), "state", "X") in "ZX"
+    assert isolated_jax_worker(lambda: 5, slot_timeout=30)() == 5
+
+
+def test_a_keeper_that_dies_while_calls_wait(
+    staying: Callable[..., Caller], slots: Callable[[int], None], wait_until: Callable[..., None]
+) -> None:
+    """Only the call whose worker it kept fails; the one that waits for the slot gets it, and another keeper."""
+    slots(1)
+    first = staying("running")
+    results: list[int] = []
+    waiter = threading.Thread(target=lambda: results.append(isolated_jax_worker(lambda: 7)()))
+    waiter.start()
+    wait_until(
+        lambda: "waiting" in {f.get("phase") for f in _records.read_all(os.getpid()).values()}, "the waiter waits"
+    )
+
+    status = _linux.status(first.worker)
+    assert status is not None
+    os.kill(status.parent, signal.SIGKILL)
+    first.join(30)
+    waiter.join(60)
+
+    assert isinstance(first.error, jaxguard.WorkerDied)
+    assert results == [7]
+
+
+@pytest.mark.parametrize("phase", ["starting", "running", "ending"])
+def test_a_worker_that_is_stopped_meets_its_timeout(
+    phase: str, staying: Callable[..., Caller], slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: the time is up, the error says that it was stopped, and it is gone."""
+    monkeypatch.setattr("jaxguard._deadlines.END_S", 1.0)
+    monkeypatch.setattr("jaxguard._deadlines.GRACE_S", 0.3)
+    slots(1)
+    caller = staying(phase, timeout=4)
+    os.kill(caller.worker, signal.SIGSTOP)
+    caller.join(30)
+    assert not caller.is_alive()
+    if phase == "ending":
+        assert caller.result == "answer"
+    else:
+        assert isinstance(caller.error, jaxguard.WorkerTimeout), caller.error
+        assert "stopped, by SIGSTOP" in caller.error.stacks or phase == "starting"
+        assert caller.error.phase.startswith(WORDS[phase])
+    assert _linux.status(caller.worker) is None
+    assert isolated_jax_worker(lambda: 5, slot_timeout=30)() == 5
+
+
+def test_a_trial_and_its_devices_are_named(slots: Callable[[int], None]) -> None:
+    """The error of a trial's worker has the number of the trial and the device, in words and as fields."""
+    import optuna
+
+    slots(1)
+    caught: list[Any] = []
+
+    @isolated_jax_worker
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 1:
+            os._exit(3)
+        return trial.suggest_float("x", 0, 1)
+
+    def note(study: optuna.Study, trial: optuna.Trial) -> float:
+        del study
+        try:
+            return float(objective(trial))
+        except jaxguard.WorkerDied as error:
+            caught.append(error)
+            raise
+
+    study = optuna.create_study()
+    study.optimize(lambda trial: note(study, trial), n_trials=3, catch=(jaxguard.WorkerDied,))
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    (error,) = caught
+    assert (error.trial, error.devices, error.phase) == (1, ("cpu:0",), "running")
+    assert f"(pid {error.pid}, trial 1, on cpu:0)" in str(error)
+
+
+def test_threads_that_compile_are_told_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs come and go in any order; at most eight are told of, the latest, and none stays."""
+    file = _records.new_file("work-" + "0" * 12)
+    monkeypatch.setattr(_phases, "_record", _records.Record("", {}, file))
+    _phases.enter(_phases.RUNNING)
+    for number in range(10):
+        _phases.program(number, f"step{number}", "k" * 64, _phases.COMPILING)
+    words = _phases.in_words(_records.read_file(file))
+    assert "step9" in words
+    assert "step1 " not in words
+    for number in (9, 0, 1, 2, 3, 4, 5, 6, 8):
+        _phases.program_done(number)
+    words = _phases.in_words(_records.read_file(file))
+    assert words.startswith("compiling step7 for 0.")
+    _phases.program_done(7)
+    _phases.program_done(7)
+    assert _phases.in_words(_records.read_file(file)) == "running"
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"phase": 3}, {"phase": "running", "programs": "x"}, {"phase": "running", "programs": [1, {}]}]
+)
+def test_whatever_a_record_says_there_are_words(facts: dict[str, Any]) -> None:
+    """A record that is torn, or made up, fails nobody."""
+    assert _phases.in_words(facts)
+
+
+def test_a_child_of_a_trial_tells_nothing(fresh_guard: Any) -> None:
+    """What a forked child compiles or does is not what its worker does."""
+
+    def objective() -> tuple[str, bool]:
+        from jaxguard import _phases
+
+        child = os.fork()
+        if child == 0:
+            _phases.enter("of the child")
+            os._exit(0 if _phases._record is None else 1)
+        fine = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return _phases._record._facts["phase"], fine
+
+    assert fresh_guard(objective)() == ("running", True)
+
+
+def test_time_in_a_phase_is_told() -> None:
+    """How long a program is being compiled is counted from when that began."""
+    program = {"doing": "compiling", "function": "step", "since": time.time() - 61}
+    assert _phases.in_words({"phase": "running", "programs": [program]}).startswith("compiling step for 61.")
