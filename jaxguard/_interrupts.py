@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from types import FrameType
 from typing import Any
 
 from . import _descriptors, _linux, _trials, _whereabouts, errors
+
+logger = logging.getLogger("jaxguard")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FINISH_S = 2.0
@@ -69,6 +73,14 @@ class Call:
         if (error := self.interrupted()) is not None:
             raise error
 
+    def fail_trials(self) -> None:
+        """Tell the trials that the call is for as failed."""
+        for trial in filter(_unfinished, self.roots.trials):
+            try:
+                trial.study.tell(trial, state=sys.modules["optuna"].trial.TrialState.FAIL)
+            except Exception:
+                logger.warning("jaxguard: trial %s could not be told as failed", trial.number, exc_info=True)
+
     def at_work(self) -> bool:
         """Say whether the call, or the trial it is for, is still to be finished."""
         if self.id not in _active:
@@ -112,6 +124,11 @@ def call(name: str) -> Iterator[Call]:
     _active[running.id] = running
     try:
         yield running
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException:  # a signal handler of the user's that leaves by sys.exit: a study takes no notice of that
+        running.fail_trials()
+        raise
     finally:
         _active.pop(running.id, None)
         running.close()
