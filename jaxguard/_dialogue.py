@@ -285,6 +285,7 @@ class Worker:
         kind, number, text = self._started.hear()
         if kind == _keeper.STARTED:
             self.pid = number
+            self._started.know_worker(number)
             self.lease.tell(worker=number)
             return
         if not kind:
@@ -297,6 +298,7 @@ class Worker:
         else:
             self._keeper_gone = True
             _starting.sweep_without_keeper(self._started.mark)
+            self._started.wait_for_worker()
 
     def _last_words(self, talk: Talk) -> None:
         """The worker is gone: take what is still in the pipes."""
@@ -346,8 +348,5 @@ class Worker:
     def _take_stacks(self, talk: Talk) -> str:
         """Ask the worker where it is. Works while C code holds the GIL; not while it is stopped."""
         return _whereabouts.read(
-            self._started.stacks,
-            self.pid,
-            lambda: self._started.order(_keeper.STACKS),
-            lambda seconds: self._step(talk, 1000 * seconds, deaf=True),
+            self._started.stacks, self.pid, lambda seconds: self._step(talk, 1000 * seconds, deaf=True)
         )

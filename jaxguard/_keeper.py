@@ -8,7 +8,7 @@ the end reported.
     parent --> keeper   (control)  F or X, modules to import, with: line, pipe, stdout, stderr, stacks, phases, lease...
     keeper --> parent   (line)     P pid        the worker exists
                                    E status     it has ended, nothing of it is left, its lease is closed
-    parent --> keeper   (line)     S, T, K      send the stack signal, SIGTERM, SIGKILL;  hang-up: SIGKILL
+    parent --> keeper   (line)     T, K         send SIGTERM, SIGKILL;  hang-up: SIGKILL
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from . import _descriptors, _linux, _whereabouts
 
 FORK, EXEC = b"F", b"X"
 STARTED, ENDED, FAILED = b"P", b"E", b"!"
-STACKS, TERMINATE, KILL = b"S", b"T", b"K"
-_SIGNALS = {STACKS: _whereabouts.SIGNAL, TERMINATE: signal.SIGTERM, KILL: signal.SIGKILL}
+TERMINATE, KILL = b"T", b"K"
+_SIGNALS = {TERMINATE: signal.SIGTERM, KILL: signal.SIGKILL}
 _MAX_DESCRIPTORS = 64
 _SWEEP_BOUND_S = 5.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

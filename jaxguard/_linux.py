@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import functools
 import os
+import platform
 import re
 import select
 import signal
@@ -21,6 +22,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FLOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""Its number, where the C library has no name for it; JAX runs on no other Linux."""
+_LONGEST_NAME = 60
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "beegfs", "gpfs", "glusterfs"}
 
 
@@ -105,10 +109,10 @@ class Status(NamedTuple):
     """When the process started, in clock ticks since boot: with the pid it names one process for good."""
 
 
-def status(pid: int) -> Status | None:
-    """Look a process up; None if there is none."""
+def status(pid: int, thread: int | None = None) -> Status | None:
+    """Look a process up, or one of its threads; None if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             words = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -122,13 +126,35 @@ def ignore(number: int) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Say whether a process has a handler for a signal. Source: proc(5), status."""
+    """Say whether a process has a handler for a signal."""
+    return _mask(f"/proc/{pid}/status", b"SigCgt:") >> (number - 1) & 1 == 1
+
+
+def _mask(path: str, word: bytes) -> int:
+    """A set of signals in a status file. Source: proc(5)."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            mask = next((line.split()[1] for line in file if line.startswith(b"SigCgt:")), b"0")
+        with open(path, "rb") as file:
+            return next((int(line.split()[1], 16) for line in file if line.startswith(word)), 0)
     except OSError:
-        return False
-    return bool(int(mask, 16) >> (number - 1) & 1)
+        return 0
+
+
+def threads(pid: int) -> list[int]:
+    """The threads of a process, the main one first."""
+    try:
+        return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return []
+
+
+def signal_thread(pid: int, thread: int, number: int) -> None:
+    """Send a signal to one thread of a process; nothing happens if it is gone."""
+    libc().syscall(ctypes.c_long(_TGKILL[platform.machine()]), pid, thread, int(number))
+
+
+def is_pending(pid: int, thread: int, number: int) -> bool:
+    """Say whether a signal is still on its way to a thread."""
+    return _mask(f"/proc/{pid}/task/{thread}/status", b"SigPnd:") >> (number - 1) & 1 == 1
 
 
 def owner(pid: int) -> int | None:
@@ -169,7 +195,10 @@ def command(pid: int) -> str:
         if word in {"-W", "-X"}:
             next(rest, None)
         elif word == "-m" or not word.startswith("-"):
-            return " ".join((next(rest, "?") if word == "-m" else word).split())[:60]
+            name = " ".join((next(rest, "?") if word == "-m" else word).split())
+            return (
+                name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+            )  # a script's own name is last
     return program
 
 

@@ -23,7 +23,7 @@ class Tail:
             del self._data[:-_KEPT_BYTES]
 
     def text(self) -> str:
-        return _whereabouts.from_the_job_on(bytes(self._data)).strip()
+        return _whereabouts.from_the_job_on(self._data.decode("utf-8", "backslashreplace")).strip()
 
 
 class Output:

@@ -49,6 +49,7 @@ _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
 _PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
 """Imports that take long and start neither JAX nor threads."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SWEEP_BOUND_S = 5.0
 GONE = b"-"
 """Stands for the word of a keeper that says nothing any more."""
 
@@ -68,6 +69,7 @@ class Started:
             there = [line_there.detach(), pipe_there.detach(), stdout_there, stderr_there]
             stack.pop_all()
         self.pipe, self.line = pipe, line
+        self._worker_pidfd = -1
         self.mark = keeper.mark
         self.keeper_pid = keeper.pid
         self.outputs = {stdout: "stdout", stderr: "stderr"}
@@ -97,6 +99,20 @@ class Started:
         kind, rest = message[:1] or GONE, message[1:]
         number = struct.unpack("i", rest)[0] if kind in {_keeper.STARTED, _keeper.ENDED} else 0
         return kind, number, rest
+
+    def know_worker(self, pid: int) -> None:
+        """Keep an eye on the worker itself: should the keeper die, nobody else tells when it is gone."""
+        try:
+            with _descriptors.creating():
+                self._worker_pidfd = os.pidfd_open(pid)
+                _descriptors.own(self._worker_pidfd)
+        except OSError:  # gone already, or no descriptor is left
+            pass
+
+    def wait_for_worker(self) -> None:
+        """Wait until a worker whose keeper is gone is gone too, with all that it had open."""
+        if self._worker_pidfd >= 0:
+            _linux.wait_readable(self._worker_pidfd, _SWEEP_BOUND_S)
 
     def order(self, order: bytes) -> None:
         """Have the keeper send the worker a signal."""
@@ -136,7 +152,7 @@ class Started:
         """Let go of the worker; the keeper ends one that still runs."""
         _descriptors.close_socket(self.pipe)
         _descriptors.close_socket(self.line)
-        _descriptors.close(self.stacks, self.phases, *self.outputs)
+        _descriptors.close(self.stacks, self.phases, self._worker_pidfd, *self.outputs)
 
 
 def read_at_import(env: dict[str, str]) -> dict[str, str]:
@@ -280,8 +296,6 @@ _descriptors.after_fork_in_child(_after_fork_in_child)
 
 
 # ---------------------------------------------------------------- when the keeper is gone
-
-_SWEEP_BOUND_S = 5.0
 
 
 def sweep_without_keeper(mark: str) -> None:

@@ -1,10 +1,17 @@
-"""Where the threads of a process are: it writes their stacks when it is sent a signal, its own user reads them.
+"""Where the threads of a process are: it writes that into a memory file on a signal, and its own user reads it.
 
-`faulthandler` writes from the signal's handler itself, whatever the threads do: in XLA, in C code that holds the GIL,
-asleep. It writes to a memory file of the process, found by its name among its descriptors, as records are. No system
-call of the process fails by it, and nothing is stopped. Sources: faulthandler's documentation, proc(5).
+The file is found by its name among the process's descriptors, as records are. There are two signals, because a stack
+that changes while it is read crashes the process, and a process that is stuck cannot read its own with care.
 
-The signal would end a process that does not expect it, so it is sent only where the kernel says that it is caught.
+- `CAREFUL` has the main thread of a worker write all stacks, between two steps of the interpreter: safe at any time.
+  It does not answer while it is in C code or in a system call.
+- `AT_ONCE` has `faulthandler` write the stack of one thread in the signal's handler itself, whatever that thread does:
+  in XLA, in C code that holds the GIL, asleep. It is sent only to threads that sleep in a system call, and to a main
+  thread that did not answer the other one: their stacks do not change.
+
+No system call of the process fails by them, and nothing is stopped. Either would end a process that does not expect
+it, so it is sent only where the kernel says that it is caught. Sources: faulthandler's documentation, proc(5),
+tgkill(2), signal(7) for what is restarted.
 """
 
 from __future__ import annotations
@@ -14,17 +21,24 @@ import fcntl
 import os
 import re
 import signal
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable
 
 from . import _descriptors, _linux
 
-SIGNAL = signal.SIGRTMIN + 3
+CAREFUL, AT_ONCE = signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
 PARENT, KEEPER, WORKER = "jaxguard-stacks", "jaxguard-keeper-stacks", "jaxguard-worker-stacks"
 """The names of the files: a parent has those of its workers open too, beside its own."""
 _LARGE = 1 << 20
 """From this size on, in bytes, a reader empties the file first."""
-_WAIT_S, _POLL_S = 1.0, 0.01
+_CAREFUL_S, _AT_ONCE_S, _POLL_S = 0.5, 0.3, 0.001
+"""How long an answer may take, of a process and of a thread, and the time between two looks."""
+_QUIET_LOOKS, _LOOKS_FOR_SLEEP = 3, 20
+_TITLE = "Stack (most recent call first):"
+_NO_FRAMES = "  <no Python frame>"
 _OWN_FRAME = re.compile(r'jaxguard/_worker\.py", line \d+ in _do$')
 _STOPPED = "stopped, by SIGSTOP, Ctrl-Z or a debugger: nothing of it runs until it gets SIGCONT"
 _STATES = {
@@ -50,19 +64,51 @@ _answers = False
 
 
 def answer(file: int) -> None:
-    """Write this process's stacks to a file whenever the signal comes."""
+    """Let threads of this process write where they are, at once, into a file."""
     global _answers  # noqa: PLW0603 – a fact about this process
     # Ignored from when the interpreter ends faulthandler: a signal on its way then must not end the process.
-    _linux.ignore(SIGNAL)
-    faulthandler.register(SIGNAL, file=file, all_threads=True)
+    _linux.ignore(AT_ONCE)
+    faulthandler.register(AT_ONCE, file=file, all_threads=False)
     _answers = True
 
 
+def answer_carefully(file: int) -> None:
+    """Let the main thread, which must call this, write where all threads are, between two of its steps."""
+
+    def write(_: int, frame: types.FrameType | None) -> None:
+        os.write(file, _all_stacks(frame).encode("utf-8", "backslashreplace"))
+
+    signal.signal(CAREFUL, write)
+    signal.siginterrupt(CAREFUL, False)  # no native code shall find its system calls interrupted
+
+
 def answer_here(name: str) -> None:
-    """The same for this process, once for all; unless it uses the signal for itself."""
+    """Let threads of this process write where they are; unless it uses the signal for itself."""
     with _descriptors.creating():
-        if not _answers and not _linux.catches(os.getpid(), SIGNAL):
+        if not _answers and not _linux.catches(os.getpid(), AT_ONCE):
             answer(new_file(name))
+
+
+def _all_stacks(here: types.FrameType | None) -> str:
+    names = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    frames = sys._current_frames()  # noqa: SLF001 – documented, underscore and all
+    if here is not None:
+        frames[threading.get_ident()] = here
+    return "\n\n".join(_title(names.get(ident), os.getpid()) + _lines(frame) for ident, frame in frames.items())
+
+
+def _lines(frame: types.FrameType | None) -> str:
+    """The same lines as faulthandler's."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
+
+
+def _title(thread: int | None, pid: int) -> str:
+    return f"Thread {thread or '?'}{', the main one' if thread == pid else ''} (most recent call first):\n"
 
 
 def ask(pid: int, name: str) -> str:
@@ -74,7 +120,7 @@ def ask(pid: int, name: str) -> str:
     file = -1
     try:
         file = _open(pid, name)
-        return read(file, pid, lambda: signal.pidfd_send_signal(pidfd, SIGNAL))
+        return read(file, pid)
     except OSError:
         return why_silent(pid)
     finally:
@@ -83,42 +129,73 @@ def ask(pid: int, name: str) -> str:
             os.close(file)
 
 
-def read(file: int, pid: int | None, send: Callable[[], object], wait: Callable[[float], object] = time.sleep) -> str:
-    """Send the signal, and read what comes.
+def read(file: int, pid: int | None, wait: Callable[[float], object] = time.sleep) -> str:
+    """Have the threads of a process write where they are, and read that.
 
     Args:
         file: The file of the process's stacks.
-        pid: The process.
-        send: Sends the signal to it.
+        pid: The process, which cannot have been replaced by another one meanwhile.
         wait: Waits for so many seconds.
     """
-    if pid is None or not _linux.catches(pid, SIGNAL):
+    if pid is None or not _linux.catches(pid, AT_ONCE) or _state(pid) in _SILENT:
         return why_silent(pid)
     if os.fstat(file).st_size > _LARGE:
         os.ftruncate(file, 0)
+    is_careful = _linux.catches(pid, CAREFUL)
+    if is_careful and (stacks := _read_one(file, pid, pid, CAREFUL, _CAREFUL_S, wait)):
+        return stacks
+    found, running = [], 0
+    for thread in _linux.threads(pid):
+        if not (is_careful and thread == pid) and not _sleeps(pid, thread, wait):
+            running += 1
+            continue
+        stack = _read_one(file, pid, thread, AT_ONCE, _AT_ONCE_S, wait).removeprefix(_TITLE).lstrip("\n")
+        if stack and stack != _NO_FRAMES:
+            found.append(_title(thread, pid) + stack)
+    if running:
+        found.append(f"({running} threads of it are running at this moment, and were not interrupted to tell)")
+    return "\n\n".join(found) or why_silent(pid)
+
+
+def _sleeps(pid: int, thread: int, wait: Callable[[float], object]) -> bool:
+    """Say whether a thread is in a system call; one that comes and goes is met there sooner or later."""
+    for _ in range(_LOOKS_FOR_SLEEP):
+        if (status := _linux.status(pid, thread)) is None or status.state in "SD":
+            return True
+        wait(_POLL_S)
+    return False
+
+
+def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wait: Callable[[float], object]) -> str:
+    """What comes after a signal to one thread; nothing if it is no thread of Python's, or does not answer."""
     before = size = os.fstat(file).st_size
-    send()
-    until = time.monotonic() + _WAIT_S
-    while time.monotonic() < until and (status := _linux.status(pid)) is not None and status.state not in _SILENT:
+    _linux.signal_thread(pid, thread, number)
+    until = time.monotonic() + limit_s
+    quiet = 0
+    while quiet < _QUIET_LOOKS and time.monotonic() < until and _state(pid) not in _SILENT:
         wait(_POLL_S)
         now = os.fstat(file).st_size
-        if now > before and now == size:  # and nothing more has come since
-            return from_the_job_on(os.pread(file, now - before, before))
+        done = now == size and (now > before or (number == AT_ONCE and not _linux.is_pending(pid, thread, number)))
+        quiet = quiet + 1 if done else 0
         size = now
-    return why_silent(pid)
+    return from_the_job_on(os.pread(file, size - before, before).decode("utf-8", "backslashreplace"))
+
+
+def _state(pid: int) -> str:
+    status = _linux.status(pid)
+    return "X" if status is None else status.state
 
 
 def why_silent(pid: int | None) -> str:
     """Say, in parentheses, why a process gives no stacks."""
-    status = None if pid is None else _linux.status(pid)
-    state = "ended" if status is None else _STATES.get(status.state, "it does not answer, or not yet")
-    return f"(no stacks: {state})"
+    state = "X" if pid is None else _state(pid)
+    return f"(no stacks: {_STATES.get(state, 'it does not answer, or not yet')})"
 
 
-def from_the_job_on(stacks: bytes) -> str:
-    """Leave out the frames below the user's function, which are the worker's own."""
+def from_the_job_on(text: str) -> str:
+    """Leave out the frames below the user's function, which are the worker's own; of a crash, too."""
     lines, skipping = [], False
-    for line in stacks.decode("utf-8", "backslashreplace").strip().splitlines():
+    for line in text.strip("\n").splitlines():
         if line.startswith("Extension modules: "):
             continue
         skipping = line.startswith("  ") and (skipping or bool(_OWN_FRAME.search(line)))
@@ -158,7 +235,7 @@ def _open(pid: int, name: str) -> int:
 def _after_fork_in_child() -> None:
     global _answers  # noqa: PLW0603 – as above
     if _answers:
-        faulthandler.unregister(SIGNAL)  # its file is closed here, and the number may be another's
+        faulthandler.unregister(AT_ONCE)  # its file is closed here, and the number may be another's
         _answers = False
 
 

@@ -128,6 +128,7 @@ def _become(setup: Setup, pipe: _frames.BlockingPipe, stacks: int, *, forked: bo
     _fresh_streams()
     faulthandler.enable(2)
     _whereabouts.answer(stacks)
+    _whereabouts.answer_carefully(stacks)
     sys.breakpointhook = _no_breakpoint
     if forked and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # a fork of the keeper has its state, and so has every other

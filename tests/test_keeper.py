@@ -330,7 +330,7 @@ def test_a_parent_that_is_killed_while_its_keeper_begins(wait_until: Callable[..
 def test_the_orders_are_one_byte_each() -> None:
     """What parent and keeper say to each other cannot be mistaken for something else."""
     words = [_keeper.FORK, _keeper.EXEC, _keeper.STARTED, _keeper.ENDED, _keeper.FAILED]
-    words += [_keeper.STACKS, _keeper.TERMINATE, _keeper.KILL]
+    words += [_keeper.TERMINATE, _keeper.KILL]
 
     assert len(set(words)) == len(words)
     assert {len(word) for word in words} == {1}

@@ -109,7 +109,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def small_group() -> Iterator[pathlib.Path]:
+def small_group(wait_until: Callable[..., None]) -> Iterator[pathlib.Path]:
     """A control group of its own with 400 MiB of memory; needs the right to make one."""
     rows = [row.split(":", 2) for row in pathlib.Path("/proc/self/cgroup").read_text().splitlines()]
     v1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
@@ -127,6 +127,7 @@ def small_group() -> Iterator[pathlib.Path]:
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all its processes are gone")
     group.rmdir()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import phases
 import pytest
 
-from jaxguard import _linux, _stacks, gpu_slot, isolated_jax_worker
+from jaxguard import _linux, _stacks, _warm, gpu_slot, isolated_jax_worker
 from jaxguard.__main__ import main
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_stuck_study(stuck_study: subprocess.Popen[str], capsys: pytest.Captur
     """Study, trial, device and phase of each call; stacks of parent, keeper and workers; and it goes on afterwards."""
     assert main(["stacks", str(stuck_study.pid)]) == 0
     text = capsys.readouterr().out
-    assert f"tune.py (pid {stuck_study.pid})" in text
+    assert f"tune.py (pid {stuck_study.pid})" in text, "the script's name, however long its path"
     assert text.count("objective, trial ") >= 3
     assert text.count("of study 'mnist': running; since ") == 2
     assert text.count("of study 'mnist': waiting for a slot; since ") == 1
@@ -216,7 +216,10 @@ def test_warm_workers_are_shown(capsys: pytest.CaptureFixture[str], slots: Calla
     """One that is kept for the next call says so."""
     slots(1)
     pid = isolated_jax_worker(os.getpid, reuse=True)()
-    assert main(["stacks", str(pid)]) == 0
+    try:
+        assert main(["stacks", str(pid)]) == 0
+    finally:
+        _warm.retire_all()
     assert "warm; since " in capsys.readouterr().out
 
 
