@@ -37,6 +37,11 @@ class Packed(NamedTuple):
     data: bytes
     descriptors: list[int]
 
+    @property
+    def size(self) -> int:
+        """In bytes, with the buffers that travel out of band."""
+        return len(self.data) + sum(os.fstat(descriptor).st_size for descriptor in self.descriptors)
+
 
 def pack(value: object, *, plain: bool, replace: Callable[[object], Any] | None = None, large: int = LARGE) -> Packed:
     """Pickle a value.

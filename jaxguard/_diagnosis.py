@@ -1,4 +1,4 @@
-"""Why a call cannot travel, in words: which variable of which function, and what to do instead."""
+"""Why a call cannot travel, or only with a heavy load, in words: which variable of which function, and what to do."""
 
 from __future__ import annotations
 
@@ -45,6 +45,42 @@ def explain(suspect: Any, name: str, error: BaseException, replace: Callable[[ob
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     advice = _advice(value) or "Make it inside the guarded function, or pass what it is made from."
     return f"{name} cannot travel to a worker: {where} is a {kind}, which cannot be pickled ({error}). {advice}"
+
+
+def explain_weight(function: Callable[..., Any], name: str, size: int, replace: Callable[[object], Any]) -> str:
+    """Say what makes a function that travels by value so large."""
+    where, value = name, function
+    for _ in range(_DEPTH):
+        heaviest = max(
+            ((_weight(part, replace), label, part) for label, part in _parts(value, where)), default=None, key=_first
+        )
+        if heaviest is None or heaviest[0] < size / 2:
+            break
+        _, where, value = heaviest
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    what = f", most of it {where}, a {kind}," if value is not function else ""
+    return (
+        f"{name} carries {size / 1e6:.0f} MB{what} to each worker, because it captures that by value. Large arrays are "
+        "written once and compared at each call, anything else is copied at each call. Load the data inside the "
+        "function, or keep it in a module that workers import."
+    )
+
+
+def _first(found: tuple[int, str, Any]) -> int:
+    return found[0]
+
+
+def _weight(value: Any, replace: Callable[[object], Any]) -> int:
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    try:
+        packed = _calls.pack(value, plain=False, replace=replace)
+    except Exception:  # noqa: BLE001 – a user's __reduce__ may raise anything
+        return 0
+    size = packed.size
+    _descriptors.close(*packed.descriptors)
+    return size
 
 
 def _advice(value: Any) -> str | None:

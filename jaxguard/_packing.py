@@ -6,6 +6,7 @@ set at this moment.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from . import (
     _trials,
 )
 
+logger = logging.getLogger("jaxguard")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -39,6 +42,11 @@ class Options:
     devices: _devices.Listed | None = None
     cpus: int | None = None
     compile_cache: str = _caching.SHARED
+
+
+_HEAVY = 100_000_000
+"""From this size on, in bytes, a function that travels by value is told of."""
+_told: set[str] = set()
 
 
 class PackedCall:
@@ -97,6 +105,9 @@ def _pack_both(
     reference = _calls.reference(function)
     first = _pack(function if reference is None else reference, lambda: function, name, roots)
     try:
+        if first.size > _HEAVY and name not in _told:
+            _told.add(name)
+            logger.warning("jaxguard: %s", _diagnosis.explain_weight(function, name, first.size, roots.replace))
         return first, _pack((args, kwargs), lambda: _diagnosis.Arguments.of(function, args, kwargs), name, roots)
     except BaseException:
         _descriptors.close(*first.descriptors)

@@ -182,6 +182,26 @@ def run_python(tmp_path: pathlib.Path) -> Callable[..., Finished]:
     return run
 
 
+@pytest.fixture
+def memory_group(wait_until: Callable[..., None]) -> Iterator[pathlib.Path]:
+    """Give a control group of the test's own, which counts memory; needs the right to make one."""
+    rows = [row.split(":", 2) for row in pathlib.Path("/proc/self/cgroup").read_text().splitlines()]
+    v1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
+    v2 = next((path for _, names, path in rows if not names), None)
+    base = f"/sys/fs/cgroup/memory{v1}" if v1 is not None else f"/sys/fs/cgroup{v2}"
+    group = pathlib.Path(base, f"jaxguard-test-{uuid.uuid4().hex[:8]}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    if not list(group.glob("memory.*events")) + list(group.glob("memory.oom_control")):
+        group.rmdir()
+        pytest.skip("control groups do not count memory here")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all its processes are gone")
+    group.rmdir()
+
+
 def _processes() -> dict[int, tuple[int, str, str]]:
     """Read pid -> (parent, state, command line) of every process from /proc."""
     found = {}

@@ -309,12 +309,47 @@ def deaf() -> None:
     threading.Event().wait()
 
 
+def in_xla() -> None:
+    """Compute for ever."""
+    import jax
+
+    jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: x * 0.5 + 1, x))(1.0).block_until_ready()
+
+
+def asleep() -> None:
+    """Sleep, and go on sleeping when a signal comes."""
+    time.sleep(600)
+
+
+def waiting_for_its_child() -> None:
+    """Wait for a process of one's own, which waits too, in a session of its own."""
+    subprocess.run(["sleep", "600"], start_new_session=True, check=False)
+
+
+def sleeping_children() -> list[str]:
+    """The processes that workers of this process have started and that still sleep."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                b"sleep" in (process / "cmdline").read_bytes()
+                and f"JAXGUARD_RUN={os.getpid()}-".encode() in (process / "environ").read_bytes()
+            ):
+                found.append(process.name)
+        except OSError:  # it ended while we read
+            continue
+    return found
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(
     ("stuck", "words"),
     [
         (in_python_in_two_threads, ["in_python_in_two_threads", "stuck_in_a_thread"]),
         (in_c_with_the_lock, ["in_c_with_the_lock"]),
+        (in_xla, ["in_xla"]),
+        (asleep, ["asleep"]),
+        (waiting_for_its_child, ["waiting_for_its_child"]),
     ],
 )
 def test_a_call_that_takes_too_long(
@@ -335,6 +370,7 @@ def test_a_call_that_takes_too_long(
     assert 2 <= time.monotonic() - began < 30
     assert caught.value.timeout_s == 2
     assert not state_of(caught.value.pid or 0)
+    assert not sleeping_children()
     for word in words:
         assert word in caught.value.stacks
         assert word in str(caught.value)

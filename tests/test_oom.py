@@ -16,7 +16,7 @@ import jaxguard
 from jaxguard import _oom, isolated_jax_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 V2 = {"/proc/self/cgroup": "0::/user/job\n", "/sys/fs/cgroup/user/job/memory.events": "low 0\noom_kill {}\n"}
 V2_CONTAINER = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.events": "oom_kill {}\n"}
@@ -105,30 +105,15 @@ def test_killed_by_hand(fresh_guard: Any) -> None:
         fresh_guard(objective)()
 
 
-MIB = 1 << 20
-
-
 @pytest.fixture
-def small_group(wait_until: Callable[..., None]) -> Iterator[pathlib.Path]:
-    """A control group of its own with 400 MiB of memory; needs the right to make one."""
-    rows = [row.split(":", 2) for row in pathlib.Path("/proc/self/cgroup").read_text().splitlines()]
-    v1 = next((path for _, names, path in rows if "memory" in names.split(",")), None)
-    v2 = next((path for _, names, path in rows if not names), None)
-    base = f"/sys/fs/cgroup/memory{v1}" if v1 is not None else f"/sys/fs/cgroup{v2}"
-    group = pathlib.Path(base, f"jaxguard-test-{uuid.uuid4().hex[:8]}")
-    try:
-        group.mkdir()
-        for name in ("memory.swap.max", "memory.swappiness"):
-            if (group / name).exists():
-                (group / name).write_text("0")
-        (group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")).write_text(
-            str(400 * MIB)
-        )
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all its processes are gone")
-    group.rmdir()
+def small_group(memory_group: pathlib.Path) -> pathlib.Path:
+    """The same with 400 MiB of memory, and no swap."""
+    for name in ("memory.swap.max", "memory.swappiness"):
+        if (memory_group / name).exists():
+            (memory_group / name).write_text("0")
+    name = "memory.max" if (memory_group / "memory.max").exists() else "memory.limit_in_bytes"
+    (memory_group / name).write_text(str(400 << 20))
+    return memory_group
 
 
 def test_a_worker_that_the_kernel_ends(small_group: pathlib.Path, run_python: Callable[..., Any]) -> None:
