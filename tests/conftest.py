@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import phases
 import pytest
 
 import jaxguard
@@ -180,6 +181,30 @@ def run_python(tmp_path: pathlib.Path) -> Callable[..., Finished]:
         return done
 
     return run
+
+
+@pytest.fixture
+def staying(tmp_path: pathlib.Path, wait_until: Callable[..., None]) -> Any:
+    """Give a function that makes a guarded call stay in a phase, and is there when it is."""
+    callers: list[phases.Caller] = []
+
+    def stay(phase: str, **options: Any) -> phases.Caller:
+        folder = tmp_path / f"call{len(callers)}"
+        folder.mkdir()
+        caller = phases.Caller(phase, folder, **options)
+        callers.append(caller)
+        wait_until(lambda: caller.worker or caller.error, f"a call in the phase {phase}")
+        wait_until(
+            lambda: caller.told().startswith(phases.WORDS[phase]) or caller.error,
+            f"it says so; it says {caller.told()}",
+        )
+        assert caller.error is None
+        return caller
+
+    yield stay
+    for caller in callers:
+        caller.go_on()
+        assert not caller.is_alive()
 
 
 @pytest.fixture

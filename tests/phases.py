@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import os
 import pathlib
+import threading
 import time
 import zlib
 from typing import Any
 
+from jaxguard import _phases, _records, isolated_jax_worker
+
 _PATIENCE_S = 100.0
 _FIFOS = 64
+WORDS = {
+    "starting": "starting",
+    "reading": "reading the call",
+    "running": "running",
+    "compiling": "compiling long_step",
+    "answering": "answering",
+    "ending": "ending",
+}
+"""What a worker says of itself in each of them."""
 _SITE = """
 import os, pathlib, time
 if os.environ.get("WAIT_IN"):
@@ -79,3 +91,45 @@ def call_in(phase: str, folder: pathlib.Path) -> tuple[dict[str, str], tuple[Any
         env = {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*long_step.*"}
     argument = Slow(str(folder), to_pickle=False) if phase == "reading" else None
     return env, (str(folder), phase, argument)
+
+
+class Caller(threading.Thread):
+    """A guarded call that stays in a phase, in a thread of its own."""
+
+    def __init__(self, phase: str, folder: pathlib.Path, **options: Any) -> None:
+        super().__init__()
+        self.folder = folder
+        env, self.arguments = call_in(phase, folder)
+        self.guarded = isolated_jax_worker(work, env=env, **options)
+        self.result: Any = None
+        self.error: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.guarded(*self.arguments)
+        except BaseException as error:  # noqa: BLE001 – the test looks at it
+            self.error = error
+
+    @property
+    def worker(self) -> int:
+        """The worker's pid, once it is in its phase; 0 before."""
+        try:
+            return int((self.folder / "here").read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def told(self) -> str:
+        """What the worker says that it does, as its parent can read it."""
+        records = _records.read_all(os.getpid())
+        holds = [word for word, facts in records.items() if facts.get("worker") == self.worker]
+        return _phases.in_words(records.get(_phases.word(holds[0]), {})) if holds else "no hold"
+
+    def go_on(self) -> None:
+        """Let it, and wait for its end."""
+        (self.folder / "go").touch()
+        # What XLA writes down is read: then the compilation goes on.
+        readers = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in self.folder.glob("*.txt")]
+        self.join(60)
+        for reader in readers:
+            os.close(reader)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import threading
 import time
@@ -18,89 +17,19 @@ from jaxguard import _linux, _phases, _records, isolated_jax_worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORDS = {
-    "starting": "starting",
-    "reading": "reading the call",
-    "running": "running",
-    "compiling": "compiling long_step",
-    "answering": "answering",
-    "ending": "ending",
-}
 
-
-class Caller(threading.Thread):
-    """A guarded call that stays in a phase, in a thread of its own."""
-
-    def __init__(self, phase: str, folder: pathlib.Path, **options: Any) -> None:
-        super().__init__()
-        self.folder = folder
-        env, self.arguments = phases.call_in(phase, folder)
-        self.guarded = isolated_jax_worker(phases.work, env=env, **options)
-        self.result: Any = None
-        self.error: Any = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self.guarded(*self.arguments)
-        except BaseException as error:  # noqa: BLE001 – the test looks at it
-            self.error = error
-
-    @property
-    def worker(self) -> int:
-        """The worker's pid, once it is in its phase; 0 before."""
-        try:
-            return int((self.folder / "here").read_text() or 0)
-        except FileNotFoundError:
-            return 0
-
-    def told(self) -> str:
-        """What the worker says that it does, as its parent can read it."""
-        records = _records.read_all(os.getpid())
-        holds = [word for word, facts in records.items() if facts.get("worker") == self.worker]
-        return _phases.in_words(records.get(_phases.word(holds[0]), {})) if holds else "no hold"
-
-    def go_on(self) -> None:
-        (self.folder / "go").touch()
-
-
-@pytest.fixture
-def staying(tmp_path: pathlib.Path, wait_until: Callable[..., None]) -> Any:
-    """Give a function that makes a guarded call stay in a phase, and is there when it is."""
-    callers = []
-
-    def stay(phase: str, **options: Any) -> Caller:
-        folder = tmp_path / f"call{len(callers)}"
-        folder.mkdir()
-        caller = Caller(phase, folder, **options)
-        callers.append(caller)
-        wait_until(lambda: caller.worker or caller.error, f"a call in the phase {phase}")
-        wait_until(
-            lambda: caller.told().startswith(WORDS[phase]) or caller.error, f"it says so; it says {caller.told()}"
-        )
-        assert caller.error is None
-        return caller
-
-    yield stay
-    for caller in callers:
-        caller.go_on()
-        caller.join(60)
-        assert not caller.is_alive()
-
-
-@pytest.mark.parametrize("phase", ["starting", "reading", "running", "answering", "ending"])
-def test_a_worker_tells_its_phase(phase: str, staying: Callable[..., Caller]) -> None:
+@pytest.mark.parametrize("phase", list(phases.WORDS))
+def test_a_worker_tells_its_phase(phase: str, staying: Callable[..., phases.Caller]) -> None:
     """While it is there, and the call is as good as any when it goes on."""
     caller = staying(phase)
     caller.go_on()
-    caller.join(60)
     assert caller.result in {"answer", str(caller.folder)}, caller.error
 
 
-@pytest.mark.parametrize("phase", list(WORDS))
+@pytest.mark.parametrize("phase", list(phases.WORDS))
 @pytest.mark.parametrize("victim", ["worker", "keeper"])
 def test_a_death_in_each_phase(
-    phase: str, victim: str, staying: Callable[..., Caller], slots: Callable[[int], None]
+    phase: str, victim: str, staying: Callable[..., phases.Caller], slots: Callable[[int], None]
 ) -> None:
     """It is noticed and named, nothing is left of the worker, the slot is free, and no half answer is taken."""
     slots(1)
@@ -117,7 +46,7 @@ def test_a_death_in_each_phase(
         assert caller.result == "answer", "it was there already"
     else:
         assert isinstance(caller.error, jaxguard.WorkerDied), caller.error
-        assert caller.error.phase.startswith(WORDS[phase])
+        assert caller.error.phase.startswith(phases.WORDS[phase])
         assert f"while {caller.error.phase}" in str(caller.error)
         assert ("keeper was killed" if victim == "keeper" else "SIGKILL") in str(caller.error)
         assert caller.error.devices == ("cpu:0",)
@@ -126,7 +55,7 @@ def test_a_death_in_each_phase(
 
 
 def test_a_keeper_that_dies_while_calls_wait(
-    staying: Callable[..., Caller], slots: Callable[[int], None], wait_until: Callable[..., None]
+    staying: Callable[..., phases.Caller], slots: Callable[[int], None], wait_until: Callable[..., None]
 ) -> None:
     """Only the call whose worker it kept fails; the one that waits for the slot gets it, and another keeper."""
     slots(1)
@@ -150,7 +79,7 @@ def test_a_keeper_that_dies_while_calls_wait(
 
 @pytest.mark.parametrize("phase", ["starting", "running", "ending"])
 def test_a_worker_that_is_stopped_meets_its_timeout(
-    phase: str, staying: Callable[..., Caller], slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    phase: str, staying: Callable[..., phases.Caller], slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: the time is up, the error says that it was stopped, and it is gone."""
     monkeypatch.setattr("jaxguard._deadlines.END_S", 1.0)
@@ -165,7 +94,7 @@ def test_a_worker_that_is_stopped_meets_its_timeout(
     else:
         assert isinstance(caller.error, jaxguard.WorkerTimeout), caller.error
         assert "stopped, by SIGSTOP" in caller.error.stacks or phase == "starting"
-        assert caller.error.phase.startswith(WORDS[phase])
+        assert caller.error.phase.startswith(phases.WORDS[phase])
     assert _linux.status(caller.worker) is None
     assert isolated_jax_worker(lambda: 5, slot_timeout=30)() == 5
 
