@@ -120,3 +120,58 @@ def test_an_async_checkpoint(reuse: bool, tmp_path: pathlib.Path, run_python: Ca
     """)
     done = run_python(code, args=[str(path)], env={"JAX_PLATFORMS": "cpu"}).check()
     assert done.stdout.split() == [str(total), "3.0"]
+
+
+def load(indices: Any, batches: Any) -> None:
+    """Be a data loader's process: turn indices into batches until there are no more."""
+    for index in iter(indices.get, None):
+        batches.put((index, [float(index)] * 4))
+
+
+def train(method: str) -> float:
+    """Train on batches that two daemonic processes load, as data loaders do, after JAX has started."""
+    import multiprocessing
+
+    import jax
+
+    step = jax.jit(lambda total, batch: total + batch.sum())
+    total = step(0.0, jax.numpy.zeros(4))
+    context = multiprocessing.get_context(method)
+    indices, batches = context.Queue(), context.Queue()
+    loaders = [context.Process(target=load, args=(indices, batches), daemon=True) for _ in range(2)]
+    for loader in loaders:
+        loader.start()
+    for index in range(20):
+        indices.put(index)
+    for _ in range(20):
+        total = step(total, jax.numpy.asarray(batches.get(timeout=60)[1]))
+    for _ in loaders:
+        indices.put(None)
+    for loader in loaders:
+        loader.join(60)
+    return float(total)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_data_loaders(method: str, fresh_guard: Any) -> None:
+    """A trial's own loader processes get their work and give their batches."""
+    assert fresh_guard(train)(method) == 4 * sum(range(20))
+
+
+def loses_its_loaders() -> None:
+    """End while the loaders still wait for work."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    indices, batches = context.Queue(), context.Queue()
+    for _ in range(2):
+        context.Process(target=load, args=(indices, batches), daemon=True).start()
+    indices.put(1)
+    batches.get(timeout=60)
+    raise LookupError("in the middle")
+
+
+def test_data_loaders_of_a_trial_that_fails(fresh_guard: Any) -> None:
+    """They hold up nobody, and nothing of them is left (which the end of the test run sees)."""
+    with pytest.raises(LookupError, match="in the middle"):
+        fresh_guard(loses_its_loaders)()

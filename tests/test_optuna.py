@@ -785,6 +785,24 @@ def test_callbacks_run_in_the_parent_with_the_finished_trial(guard: Any) -> None
     assert seen == [(os.getpid(), n, COMPLETE, True) for n in range(2)]
 
 
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_a_callback_that_raises_ends_the_study_as_without_the_guard(fresh_guard: Any, n_jobs: int) -> None:
+    """Its exception comes out of optimize, and the trial that it was called for stays as it was told."""
+
+    def callback(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        del study
+        if trial.number == 1:
+            raise LookupError("of the callback")
+
+    def run(objective: Any) -> list[Any]:
+        study = optuna.create_study()
+        with pytest.raises(LookupError, match="of the callback"):
+            study.optimize(objective, n_trials=20, n_jobs=n_jobs, callbacks=[callback])
+        return states(study)[:2]
+
+    assert run(fresh_guard(square)) == run(square) == [COMPLETE] * 2
+
+
 def test_max_trials_callback_counts_guarded_trials(fresh_guard: Any) -> None:
     """Optuna's own MaxTrialsCallback ends a guarded study."""
     study = optuna.create_study()

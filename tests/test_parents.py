@@ -275,3 +275,38 @@ def test_optunas_heartbeat_retries_what_a_killed_parent_leaves(
     (retried,) = [trial for trial in others if trial.system_attrs.get("failed_trial") == 0]
     assert retried.state.name == "COMPLETE"
     assert retried.params == failed.params
+
+
+SLEEPER = """
+import pathlib, sys, threading, time
+import optuna
+from jaxguard import isolated_jax_worker
+
+folder = pathlib.Path(sys.argv[1])
+
+@isolated_jax_worker
+def objective(trial):
+    import os
+    (folder / "worker.part").write_text(str(os.getpid()))
+    (folder / "worker.part").rename(folder / "worker.pid")
+    time.sleep(600)
+
+study = optuna.create_study()
+threading.Thread(target=study.optimize, args=(objective,), kwargs={"n_trials": 1}).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_main_thread_that_does_not_look(
+    number: signal.Signals, start: Any, tmp_path: pathlib.Path, wait_until: Callable[..., None]
+) -> None:
+    """Handlers cannot be installed while it sleeps: SIGTERM ends the program, and Ctrl-C at the second time."""
+    parent = start(SLEEPER, ready="worker.pid")
+    worker = int((tmp_path / "worker.pid").read_text())
+    parent.send_signal(number)
+    if number == signal.SIGINT:
+        wait_until(lambda: "KeyboardInterrupt" in (tmp_path / "log").read_text(), "the main thread's end")
+        parent.send_signal(number)
+    parent.wait(30)
+    wait_until(lambda: not alive([worker]), "the end of the worker", timeout=10)

@@ -12,7 +12,7 @@ import phases
 import pytest
 
 import jaxguard
-from jaxguard import _linux, _phases, _records, isolated_jax_worker
+from jaxguard import _frames, _linux, _phases, _records, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,3 +175,29 @@ def test_time_in_a_phase_is_told() -> None:
     """How long a program is being compiled is counted from when that began."""
     program = {"doing": "compiling", "function": "step", "since": time.time() - 61}
     assert _phases.in_words({"phase": "running", "programs": [program]}).startswith("compiling step for 61.")
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_half_an_answer_is_none(
+    reuse: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+    slots: Callable[[int], None],
+) -> None:
+    """A worker that dies in the middle of its answer has not answered, and nobody gets the rest."""
+    slots(1)
+    real, killed = _frames._receive, []
+
+    def receive(connection: Any, size: int) -> Any:
+        data, descriptors = real(connection, size)
+        workers = [facts["worker"] for facts in _records.read_all(os.getpid()).values() if facts.get("worker")]
+        if len(data) > 10_000 and not killed:
+            killed.extend(workers)
+            os.kill(workers[0], signal.SIGKILL)
+        return data, descriptors
+
+    monkeypatch.setattr(_frames, "_receive", receive)
+    guarded = isolated_jax_worker(lambda letter, size: letter * size, reuse=reuse)
+    with pytest.raises(jaxguard.WorkerDied, match=r"while answering: ended by SIGKILL") as caught:
+        guarded(b"a", 50_000_000)
+    assert [caught.value.pid] == killed
+    assert guarded(b"b", 20_000) == b"b" * 20_000
