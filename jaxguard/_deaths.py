@@ -91,10 +91,8 @@ _CAUSE = re.compile(
 
 def _cause(written: str) -> str:
     """The line in which XLA or C++ says why it aborts: often far above the end, which is full of stacks."""
-    found = [line.strip() for line in _CAUSE.findall(written)]
-    # Python's own line only repeats the signal.
-    found = [line for line in found if not line.startswith("Fatal Python error: ")] or found
-    return found[0][:500] if found else ""
+    found = _CAUSE.search(written)
+    return found[0].strip()[:500] if found else ""
 
 
 def _signal_name(number: int) -> str:

@@ -297,6 +297,23 @@ def test_the_commands_of_holders(tmp_path: pathlib.Path) -> None:
     assert _linux.command(holder.pid) == "?", "gone"
 
 
+def test_a_long_path_ends_in_the_name_of_its_script(tmp_path: pathlib.Path) -> None:
+    """What is cut off is its beginning."""
+    folder = tmp_path / ("deep" * 20)
+    folder.mkdir()
+    (folder / "train.py").write_text("print(flush=True); input()")
+    with subprocess.Popen(
+        [sys.executable, str(folder / "train.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        shown = _linux.command(holder.pid)
+        holder.kill()
+    assert shown.startswith("…")
+    assert shown.endswith("deepdeep/train.py")
+    assert len(shown) == 60
+
+
 def test_a_warning_says_what_is_waited_for(
     card: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,7 +68,7 @@ def test_the_control_group_says_so(files: dict[str, str], kernel: Callable[..., 
     kernel(files, 4, host=1)
     text = _oom.explain(before)
     assert text.startswith("out of memory: since this worker began, the kernel ended 1 of the processes")
-    assert ("of 2.0 GiB" in text) == (files is V1)
+    assert ("share a memory limit of 2.0 GiB with it" if files is V1 else "share a memory limit with it") in text
 
 
 def test_only_the_host_says_so(kernel: Callable[..., None]) -> None:

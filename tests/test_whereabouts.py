@@ -112,6 +112,19 @@ print(thread.is_alive(), line, flush=True)
     assert answer == "True go on\n\n"
 
 
+@pytest.mark.parametrize("careful", [CAREFUL, ""], ids=["a worker", "a parent"])
+def test_native_code_is_not_interrupted(careful: str, run: Any) -> None:
+    """A system call of a C library, which looks for no signals, goes on."""
+    process = run(
+        careful + "import ctypes\nprint('.', flush=True)\nletter = ctypes.create_string_buffer(1)\n"
+        "print(ctypes.CDLL(None).read(0, letter, 1), letter.raw, flush=True)"
+    )
+    for _ in range(3):
+        assert "<string>" in ask(process)
+    answer, _ = process.communicate("x", timeout=60)
+    assert answer == "1 b'x'\n"
+
+
 HOT = """
 def deep(n):
     return 0 if n == 0 else deep(n - 1) + 1
@@ -144,6 +157,15 @@ def test_stacks_that_change_crash_nobody(careful: str, run: Any) -> None:
 def test_one_that_does_not_listen_is_not_signalled(run: Any) -> None:
     """The signal would end it."""
     process = run("import time; print('.', flush=True); time.sleep(100)", listen=False)
+    assert ask(process) == "(no stacks: it does not answer, or not yet)"
+    assert process.poll() is None
+
+
+def test_one_that_has_given_the_signal_up_is_not_signalled(run: Any) -> None:
+    """A program that has set it back to its default would end by it."""
+    process = run(
+        f"signal.signal({int(_whereabouts.AT_ONCE)}, signal.SIG_DFL); print('.', flush=True); time.sleep(100)"
+    )
     assert ask(process) == "(no stacks: it does not answer, or not yet)"
     assert process.poll() is None
 
@@ -228,8 +250,8 @@ def test_a_forked_child_does_not_answer(run: Any) -> None:
 reads, writes = os.pipe()
 child = os.fork()
 if child == 0:
+    print(".", flush=True)
     time.sleep(100)
-print(child, flush=True)
 os.waitpid(child, 0)
 """)
     (child,) = _linux.children(process.pid)
