@@ -35,7 +35,7 @@ TERMINATE, KILL = b"T", b"K"
 _SIGNALS = {TERMINATE: signal.SIGTERM, KILL: signal.SIGKILL}
 _MAX_DESCRIPTORS = 64
 _SWEEP_BOUND_S = 5.0
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGTTOU, signal.SIGTTIN)
 
 
 @dataclass(eq=False)
@@ -56,7 +56,9 @@ class Begin(Protocol):
 
 def main(control: Connection, parent: int, preload: list[str], mask: set[signal.Signals], begin: Begin) -> None:
     """Be the keeper of `parent`, until it ends."""
-    os.setsid()
+    # A process group of its own, so that a terminal's Ctrl-C is the parent's to pass on; but in the parent's session:
+    # when the parent ends, the kernel wakes a keeper that somebody has stopped. Source: setpgid(2), orphaned groups.
+    os.setpgid(0, 0)
     _linux.become_subreaper()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would have deaths go unseen here too
     for number in _IGNORED:  # the parent decides; it ends us by ending

@@ -262,14 +262,14 @@ def test_the_keeper_is_killed_between_calls(fresh_guard: Callable[..., Any]) -> 
 
 
 def test_the_keeper_ignores_a_terminals_signals(fresh_guard: Callable[..., Any]) -> None:
-    """Ctrl-C, SIGTERM and SIGHUP are the parent's to pass on: the keeper stays, in a session of its own."""
+    """Ctrl-C, SIGTERM and SIGHUP are the parent's to pass on: the keeper stays, in a process group of its own."""
     fresh_guard(os.getpid)()
     keeper = keeper_pid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(keeper, number)
 
     assert fresh_guard(os.getppid)() == keeper
-    assert os.getsid(keeper) == keeper
+    assert os.getpgid(keeper) == keeper
     assert len(os.listdir(f"/proc/{keeper}/task")) == 1 or "jax" in sys.modules, "one thread forks"
 
 

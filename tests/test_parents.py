@@ -310,3 +310,27 @@ def test_a_main_thread_that_does_not_look(
         parent.send_signal(number)
     parent.wait(30)
     wait_until(lambda: not alive([worker]), "the end of the worker", timeout=10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_parent_that_ends_while_its_keeper_is_stopped(
+    number: signal.Signals,
+    start: Any,
+    tmp_path: pathlib.Path,
+    slots: Callable[[int], None],
+    wait_until: Callable[..., None],
+) -> None:
+    """Nobody is left to wake the keeper but the kernel, and it does: nothing is left."""
+    slots(2)
+    parent = start(PROGRAM, "join", ready="parent.pid")
+    worker = _linux.status(int((tmp_path / "worker0.pid").read_text()))
+    assert worker is not None
+    keeper = worker.parent
+    os.kill(keeper, signal.SIGSTOP)
+    wait_until(lambda: getattr(_linux.status(keeper), "state", "") == "T", "it is stopped")
+    parent.send_signal(number)
+    parent.wait(60)
+    pids = [int((tmp_path / f"{name}.pid").read_text()) for name in STARTED]
+    wait_until(lambda: not alive([keeper, *pids]), f"the end of all; {alive([keeper, *pids])}", timeout=10)
+    with gpu_slot(gpus=2, slot_timeout=10):
+        pass

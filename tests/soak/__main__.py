@@ -313,7 +313,10 @@ class Soak:
     def files_left(self) -> list[str]:
         """What lies in the temporary directory; and workers' own directories after one more guarded call."""
         code = "import jaxguard\njaxguard.isolated_jax_worker(lambda: float(__import__('jax').numpy.ones(3).sum()))()"
-        subprocess.run([sys.executable, "-c", code], env=self.env, check=True)
+        try:
+            subprocess.run([sys.executable, "-c", code], env=self.env, check=True, timeout=60)
+        except subprocess.SubprocessError:
+            return ["a guarded call did not come to its end"]
         private = [str(path) for path in (self.folder / "programs").glob("*/private/*")]
         return [*map(str, (self.folder / "tmp").iterdir()), *private]
 
