@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import sys
 import traceback
@@ -50,6 +51,16 @@ def _survivor(error: BaseException) -> bytes | None:
     return packed.data if same else None
 
 
+def _is_a_job_in_another_process() -> bool:
+    """Say whether Hydra's joblib launcher runs this: it pickles a job's exception, which loses its cause on the way."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    return (
+        hydra is not None
+        and bool(hydra.HydraConfig.initialized())
+        and multiprocessing.current_process().name != "MainProcess"
+    )
+
+
 def unpack(data: bytes | memoryview) -> BaseException:
     """Undo `pack`; the result has the worker's traceback as its cause."""
     pickled, (name, text, trace) = pickle.loads(data)
@@ -63,4 +74,6 @@ def unpack(data: bytes | memoryview) -> BaseException:
         message = f"the worker raised {name}: {text}. It could not travel here as itself; its traceback is shown above."
         error = errors.RemoteError(message, type=name, text=text, traceback=trace)
     error.__cause__ = WorkerTraceback(f"In the worker:\n{trace}")
+    if _is_a_job_in_another_process():
+        error.add_note(f"In the worker:\n{trace}")
     return error  # type: ignore[no-any-return]

@@ -29,6 +29,8 @@ import study
 
 HERE = pathlib.Path(__file__).resolve().parent
 JOBS = 3
+STOPPED_S = 13
+"""For how long a process stays stopped at most: a call wakes its keeper after 10 s."""
 BLOWS = {
     "kill a worker": 6,
     "stop a worker": 2,
@@ -133,7 +135,9 @@ class Soak:
             return
         pid = self.rng.choice(whom)
         pause = self.rng.uniform(0.2, 2.0)
-        self.blows.append({"time": time.time(), "blow": blow, "pid": pid})
+        parent_of = {child: parent for child, (_, parent) in table.items()}
+        family = {pid, parent_of.get(pid, 0), parent_of.get(parent_of.get(pid, 0), 0)} & {*parents, *keepers, *workers}
+        self.blows.append({"time": time.time(), "blow": blow, "pid": pid, "family": family})
         try:
             if blow == "delete the store":
                 shutil.rmtree(self.folder / "programs", ignore_errors=True)
@@ -234,7 +238,7 @@ class Soak:
             "errors": collections.Counter(
                 line["error"] for index in lines for line in lines[index] if line["event"] == "done" and line["error"]
             ),
-            "from the kill of a worker to its error, median and longest, s": notices,
+            "from the kill of a worker to the error of its call, median and longest, s": notices,
             "longest unexplained wait, s": self.unexplained(lines),
         }
         left = with_mark(self.mark)
@@ -271,7 +275,11 @@ class Soak:
         return {number: (state, value, params[trial]) for number, state, value, trial in rows}
 
     def notices(self, lines: dict[int, list[dict[str, Any]]]) -> tuple[float, float] | None:
-        killed = {blow["pid"]: blow["time"] for blow in self.blows if blow["blow"] == "kill a worker"}
+        killed = {
+            blow["pid"]: blow["time"]
+            for blow in self.blows
+            if blow["blow"] == "kill a worker" and not self.is_stopped(blow["family"], blow["time"])
+        }
         took = [
             line["time"] - killed[line["worker"]]
             for of_index in lines.values()
@@ -279,6 +287,14 @@ class Soak:
             if line["event"] == "done" and line["error"] == "WorkerDied" and line["worker"] in killed
         ]
         return (round(statistics.median(took), 3), round(max(took), 3)) if took else None
+
+    def is_stopped(self, family: set[int], at: float) -> bool:
+        """Whether a keeper or parent of these may have been stopped at that time: then nobody could take notice."""
+        return any(
+            blow["blow"].startswith(("stop a keeper", "stop a parent")) and blow["family"] & family
+            for blow in self.blows
+            if at - STOPPED_S < blow["time"] < at + 1
+        )
 
     def unexplained(self, lines: dict[int, list[dict[str, Any]]]) -> float:
         """The longest time of a trial that neither its run nor its wait for a slot, nor a process stopped, explains."""
