@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from math import inf
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: With status 2 if the words are not understood, with 0 after `--help` and `--version`.
     """
     options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of studies and files may be anything
     try:
         return int(options.command(options))
     except (JaxguardError, ValueError, OSError) as error:

@@ -219,12 +219,12 @@ class Worker:
             elif due is Due.GIVE_UP:
                 _starting.kill_keeper(self._started.keeper_pid)
             elif due is Due.TIME_UP:
-                stacks = self._take_stacks(talk)
-                if not self._answered:  # at the last moment
-                    late = _deaths.too_late(self._subject(talk), talk.timeout, stacks)
-                    self._condemned = True
-                    self._started.order(_keeper.TERMINATE)
-                    deadlines.terminated()
+                subject = self._subject(talk)
+                # Whatever it answers from now on is too late: to be asked may have ended a wait of its C code.
+                late = _deaths.too_late(subject, talk.timeout, self._take_stacks(talk))
+                self._condemned = True
+                self._started.order(_keeper.TERMINATE)
+                deadlines.terminated()
             else:
                 self._started.order(_keeper.KILL)
                 self._started.wake_keeper()

@@ -16,6 +16,9 @@ from . import _beacons, _descriptors, _linux, _locks, _records, _tenants
 from ._gpus import Device
 from ._shares import UNITS
 
+_TOLD = 16
+"""Of how many devices a record tells at most."""
+
 
 class Lease:
     """Devices held by this process, and by every process that was given the descriptors."""
@@ -64,7 +67,7 @@ class Lease:
     def tell(self, **facts: Any) -> None:
         """Say to this user what the lease is for."""
         if self._record is None:
-            devices = [device.id for device in self.devices]
+            devices = [device.id for device in self.devices[:_TOLD]]
             self._record = _records.Record(self.nonce, {"devices": devices, **facts})
         else:
             self._record.tell(**facts)

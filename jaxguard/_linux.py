@@ -157,6 +157,29 @@ def is_pending(pid: int, thread: int, number: int) -> bool:
     return _mask(f"/proc/{pid}/task/{thread}/status", b"SigPnd:") >> (number - 1) & 1 == 1
 
 
+def blocks(pid: int, thread: int, number: int) -> bool:
+    """Say whether a thread has a signal blocked."""
+    return _mask(f"/proc/{pid}/task/{thread}/status", b"SigBlk:") >> (number - 1) & 1 == 1
+
+
+def waits_for_a_signal(pid: int, thread: int) -> bool:
+    """Say whether a thread is in pause(2) or a kin of it, which any signal ends; where the kernel tells."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/wchan", "rb") as file:
+            return re.search(b"pause|sigsuspend|sigtimedwait", file.read()) is not None
+    except OSError:
+        return False
+
+
+def own_pid(pid: int) -> int:
+    """The pid of a process as it knows it itself: in a container, another one than ours."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return next((int(line.split()[-1]) for line in file if line.startswith(b"NSpid:")), pid)
+    except OSError:
+        return pid
+
+
 def owner(pid: int) -> int | None:
     """The user id of a process; None if there is none."""
     try:

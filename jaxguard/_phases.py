@@ -18,6 +18,7 @@ STARTING, READING, RUNNING, ANSWERING, ENDING, IDLE = (
     *("starting", "reading the call", "running", "answering", "ending", "idle"),
 )
 LOADING, COMPILING, WAITING = "loading", "compiling", "waiting for the compilation of"
+_LATEST = float(1 << 40)
 _TOLD = 8
 """How many programs are told of at most: as many threads may compile, or compile to compile."""
 
@@ -87,5 +88,5 @@ def in_words(facts: dict[str, Any]) -> str:
 
 def _program_in_words(program: dict[str, Any], now: float) -> str:
     since = program.get("since")
-    seconds = f" for {max(0.0, now - since):.1f} s" if isinstance(since, float) else ""
+    seconds = f" for {max(0.0, now - since):.1f} s" if isinstance(since, float) and 0 <= since < _LATEST else ""
     return f"{program.get('doing')} {program.get('function') or 'a program'}{seconds}"

@@ -6,6 +6,7 @@ user read it there, and root. It goes with the process; nothing lies in a direct
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from . import _descriptors
 _NAME = "jaxguard-{}"
 _TARGET = re.compile(r"/memfd:jaxguard-([a-z0-9-]+) \(deleted\)")
 _SIZE = 8192
+_TRIES = 3
 _TEXT = 200
 """How much is told of a name, which its user may have made very long."""
 
@@ -28,25 +30,30 @@ class Record:
     def __init__(self, word: str, facts: dict[str, Any], file: int | None = None) -> None:
         """Make a record under a word, or go on in the memory file of one that another process has made."""
         self._file = new_file(word) if file is None else file
+        self._identity = _identity(self._file)
         self._facts: dict[str, Any] = {}
-        try:
-            self.tell(**facts)
-        except BaseException:
-            self.close()
-            raise
+        self.tell(**facts)
 
     def tell(self, **facts: Any) -> None:
         """Add to what the record says, or change it."""
         with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
             self._facts.update({name: cut(value) for name, value in facts.items()})
-            if self._file >= 0:
-                os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
+            try:
+                if self._file >= 0 and _identity(self._file) == self._identity:  # not closed by a user who closes all
+                    os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
+            except (OSError, ValueError):  # a limit on files, or no memory: nobody's work shall fail for want of words
+                pass
 
     def close(self) -> None:
         """Withdraw the record."""
         with _descriptors.creating():
             file, self._file = self._file, -1
             _descriptors.close(file)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
 
 
 def new_file(word: str) -> int:
@@ -69,7 +76,7 @@ def read_all(pid: int) -> dict[str, dict[str, Any]]:
 
 def read_file(file: int) -> dict[str, Any]:
     """What a record says whose file is open here."""
-    return _facts(os.pread(file, _SIZE, 0))
+    return _whole(lambda: os.pread(file, _SIZE, 0))
 
 
 def _found(pid: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -83,9 +90,14 @@ def _found(pid: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[
             target = os.readlink(f"{folder}/{name}")
             match = _TARGET.fullmatch(target)
             if match and wanted(match[1]):
-                yield match[1], _facts(_read(f"{folder}/{name}", target))
+                yield match[1], _whole(functools.partial(_read, f"{folder}/{name}", target))
         except OSError:  # closed meanwhile, as is the one that listed them
             continue
+
+
+def _whole(read: Callable[[], bytes]) -> dict[str, Any]:
+    """Read once more what is being written at this moment."""
+    return next((facts for _ in range(_TRIES) if (facts := _facts(read()))), {})
 
 
 def _facts(data: bytes) -> dict[str, Any]:

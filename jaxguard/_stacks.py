@@ -19,6 +19,7 @@ from . import _linux, _phases, _records, _whereabouts
 
 _VERSION = 1
 _HOLD = re.compile(r"[0-9a-f]{12}")
+_LARGEST_PID, _LATEST = 1 << 31, 1 << 40
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,8 +35,8 @@ def look(pids: list[int]) -> dict[str, Any]:
     Args:
         pids: Parents or workers to look at; all if it is empty.
     """
-    kinds = {pid: _whereabouts.names(pid) for pid in _own_processes()}
-    parents = [_parent(pid, kinds) for pid, names in kinds.items() if _whereabouts.PARENT in names]
+    kinds = {pid: _whereabouts.kinds(pid) for pid in _own_processes()}
+    parents = [_parent(pid, kinds) for pid, of_it in kinds.items() if _whereabouts.PARENT in of_it]
     everybody = [call for parent in parents for call in parent["calls"]]
     chosen = [parent for parent in parents if not pids or parent["pid"] in pids or _worker_pids(parent) & set(pids)]
     for parent in chosen:
@@ -60,8 +61,8 @@ def _parent(pid: int, kinds: dict[int, set[str]]) -> dict[str, Any]:
     calls.sort(key=lambda call: call["since"] or 0.0)
     keepers = [
         other
-        for other, names in kinds.items()
-        if _whereabouts.KEEPER in names and getattr(_linux.status(other), "parent", None) == pid
+        for other, of_it in kinds.items()
+        if _whereabouts.KEEPER in of_it and getattr(_linux.status(other), "parent", None) == pid
     ]
     return {
         "pid": pid,
@@ -73,22 +74,33 @@ def _parent(pid: int, kinds: dict[int, set[str]]) -> dict[str, Any]:
 
 
 def _call(facts: dict[str, Any], work: dict[str, Any]) -> dict[str, Any]:
-    worker = facts.get("worker")
+    """What the records of a call say, of which nothing is believed but what has the right form."""
+    worker, trial, since = facts.get("worker"), facts.get("trial"), facts.get("since")
+    worker = worker if isinstance(worker, int) and 0 < worker < _LARGEST_PID else None
+    programs, devices = work.get("programs"), facts.get("devices")
     phase = str(facts["phase"])
     # A waiter has no worker, and a `gpu_slot` block none either: there the parent's own stacks tell.
-    has_worker = isinstance(worker, int) and phase == "running"
+    has_worker = worker is not None and phase == "running"
     return {
-        "function": facts.get("function"),
-        "study": facts.get("study"),
-        "trial": facts.get("trial"),
-        "since": facts.get("since") if isinstance(facts.get("since"), int | float) else None,
-        "devices": facts.get("devices") if isinstance(facts.get("devices"), list) else [],
+        "function": _text(facts.get("function")),
+        "study": _text(facts.get("study")),
+        "trial": trial if isinstance(trial, int) else None,
+        "since": since if isinstance(since, int | float) and 0 <= since < _LATEST else None,
+        "devices": [device for device in devices if isinstance(device, str)] if isinstance(devices, list) else [],
         "phase": "waiting for a slot" if phase == "waiting" else _phases.in_words(work) if has_worker else phase,
-        "worker": worker if isinstance(worker, int) else None,
-        "state": _state(worker) if isinstance(worker, int) else None,
-        "programs": [program for program in work.get("programs") or [] if isinstance(program, dict)],
+        "worker": worker,
+        "state": None if worker is None else _state(worker),
+        "programs": [
+            {name: _text(program.get(name)) for name in ("doing", "function", "key")}
+            for program in (programs if isinstance(programs, list) else [])
+            if isinstance(program, dict)
+        ],
         "compiled_by": [],
     }
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _state(pid: int) -> str:
@@ -150,7 +162,7 @@ def _call_as_line(call: dict[str, Any]) -> str:
     if since is not None:
         words.append(f"; since {time.strftime('%H:%M:%S', time.localtime(since))}")
     if call["devices"]:
-        words.append(f" on {' and '.join(map(str, call['devices']))}")
+        words.append(_linux.printable(f" on {' and '.join(call['devices'])}"))
     if call["worker"] is not None:
         words.append(f" (worker pid {call['worker']}{_state_in_words(call['state'])})")
     return "".join(words)
@@ -167,4 +179,4 @@ def _state_in_words(state: str) -> str:
 
 
 def _indented(text: str, width: int = 2) -> str:
-    return textwrap.indent(text, " " * width)
+    return textwrap.indent("\n".join(map(_linux.printable, text.split("\n"))), " " * width)

@@ -126,7 +126,7 @@ class Started:
         """A keeper that somebody has stopped ends nobody."""
         try:
             os.kill(self.keeper_pid, signal.SIGCONT)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             pass
 
     @staticmethod

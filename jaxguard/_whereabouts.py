@@ -9,8 +9,9 @@ that changes while it is read crashes the process, and a process that is stuck c
   in XLA, in C code that holds the GIL, asleep. It is sent only to threads that sleep in a system call, and to a main
   thread that did not answer the other one: their stacks do not change.
 
-No system call of the process fails by them, and nothing is stopped. Either would end a process that does not expect
-it, so it is sent only where the kernel says that it is caught. Sources: faulthandler's documentation, proc(5),
+Nothing is stopped. Python goes on with the system call that a thread was in, and the kernel with most of C's calls;
+C code that sleeps or polls sees EINTR, as with any signal. Either signal would end a process that does not expect it,
+so it is sent only where the kernel says that it is caught. Sources: faulthandler's documentation, PEP 475, proc(5),
 tgkill(2), signal(7) for what is restarted.
 """
 
@@ -25,17 +26,21 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from . import _descriptors, _linux
 
 CAREFUL, AT_ONCE = signal.SIGRTMIN + 2, signal.SIGRTMIN + 3
-PARENT, KEEPER, WORKER = "jaxguard-stacks", "jaxguard-keeper-stacks", "jaxguard-worker-stacks"
-"""The names of the files: a parent has those of its workers open too, beside its own."""
+PARENT, KEEPER, WORKER = "parent", "keeper", "worker"
+"""Whose file it is. A parent has those of its workers too, beside its own."""
+_NAME = "jaxguard-stacks-{}-{}"
+"""With the pid of who made it: a child has it too, for a moment between fork and exec."""
+_TARGET = re.compile(r"/memfd:jaxguard-stacks-([a-z]+)-([0-9]{1,10}) \(deleted\)")
 _LARGE = 1 << 20
 """From this size on, in bytes, a reader empties the file first."""
 _CAREFUL_S, _AT_ONCE_S, _POLL_S = 0.5, 0.3, 0.001
 """How long an answer may take, of a process and of a thread, and the time between two looks."""
+_OTHERS_S = 3.0
 _QUIET_LOOKS, _LOOKS_FOR_SLEEP = 3, 20
 _TITLE = "Stack (most recent call first):"
 _NO_FRAMES = "  <no Python frame>"
@@ -51,10 +56,10 @@ _STATES = {
 _SILENT = "TtZX"
 
 
-def new_file(name: str) -> int:
+def new_file(kind: str) -> int:
     """Make the file for the stacks of a process."""
     with _descriptors.creating():
-        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        file = os.memfd_create(_NAME.format(kind, os.getpid()), os.MFD_CLOEXEC)
         _descriptors.own(file)
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that it can be emptied at any time
     return file
@@ -74,23 +79,34 @@ def answer(file: int) -> None:
 
 def answer_carefully(file: int) -> None:
     """Let the main thread, which must call this, write where all threads are, between two of its steps."""
+    identity = _identity(file)
 
     def write(_: int, frame: types.FrameType | None) -> None:
-        os.write(file, _all_stacks(frame).encode("utf-8", "backslashreplace"))
+        try:  # nothing of this may reach the user's code, in whose middle it runs
+            if _identity(file) == identity:  # else the user has closed it, and the number is another file's
+                os.write(file, _all_stacks(frame).encode("utf-8", "backslashreplace"))
+        except Exception:  # noqa: BLE001, S110 – whoever asked gets an answer in the other way
+            pass
 
     signal.signal(CAREFUL, write)
     signal.siginterrupt(CAREFUL, False)  # no native code shall find its system calls interrupted
 
 
-def answer_here(name: str) -> None:
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def answer_here(kind: str) -> None:
     """Let threads of this process write where they are; unless it uses the signal for itself."""
     with _descriptors.creating():
         if not _answers and not _linux.catches(os.getpid(), AT_ONCE):
-            answer(new_file(name))
+            answer(new_file(kind))
 
 
 def _all_stacks(here: types.FrameType | None) -> str:
     names = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    names[threading.main_thread().ident] = os.getpid()  # which after a fork has another one than Python says
     frames = sys._current_frames()  # noqa: SLF001 – documented, underscore and all
     if here is not None:
         frames[threading.get_ident()] = here
@@ -111,7 +127,7 @@ def _title(thread: int | None, pid: int) -> str:
     return f"Thread {thread or '?'}{', the main one' if thread == pid else ''} (most recent call first):\n"
 
 
-def ask(pid: int, name: str) -> str:
+def ask(pid: int, kind: str) -> str:
     """The stacks of a process of the same user, or in parentheses why there are none."""
     try:
         pidfd = os.pidfd_open(pid)  # first: from here on the number cannot come to mean another process
@@ -119,7 +135,7 @@ def ask(pid: int, name: str) -> str:
         return why_silent(pid)
     file = -1
     try:
-        file = _open(pid, name)
+        file = _open(pid, kind)
         return read(file, pid)
     except OSError:
         return why_silent(pid)
@@ -137,15 +153,50 @@ def read(file: int, pid: int | None, wait: Callable[[float], object] = time.slee
         pid: The process, which cannot have been replaced by another one meanwhile.
         wait: Waits for so many seconds.
     """
-    if pid is None or not _linux.catches(pid, AT_ONCE) or _state(pid) in _SILENT:
+    if pid is None or not _linux.catches(pid, AT_ONCE) or _state(pid) in _SILENT or not _has(pid, file):
         return why_silent(pid)
-    if os.fstat(file).st_size > _LARGE:
-        os.ftruncate(file, 0)
+    _be_alone(file, wait)
+    try:
+        return _read(file, pid, wait)
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _has(pid: int, file: int) -> bool:
+    """Say whether a process still has a file: one that has closed all its files would write into another one."""
+    identity = _identity(file)
+    for _, _, path in _files(pid):
+        try:
+            found = os.stat(path)
+        except OSError:  # closed meanwhile
+            continue
+        if (found.st_dev, found.st_ino) == identity:
+            return True
+    return False
+
+
+def _be_alone(file: int, wait: Callable[[float], object]) -> None:
+    """Wait for others who ask the same process, but not for ever: one of them may be stopped."""
+    until = time.monotonic() + _OTHERS_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait(_POLL_S)
+            continue
+        if os.fstat(file).st_size > _LARGE:
+            os.ftruncate(file, 0)
+        return
+
+
+def _read(file: int, pid: int, wait: Callable[[float], object]) -> str:
     is_careful = _linux.catches(pid, CAREFUL)
     if is_careful and (stacks := _read_one(file, pid, pid, CAREFUL, _CAREFUL_S, wait)):
         return stacks
     found, running = [], 0
     for thread in _linux.threads(pid):
+        if _linux.blocks(pid, thread, AT_ONCE) or _linux.waits_for_a_signal(pid, thread):
+            continue
         if not (is_careful and thread == pid) and not _sleeps(pid, thread, wait):
             running += 1
             continue
@@ -169,6 +220,8 @@ def _sleeps(pid: int, thread: int, wait: Callable[[float], object]) -> bool:
 def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wait: Callable[[float], object]) -> str:
     """What comes after a signal to one thread; nothing if it is no thread of Python's, or does not answer."""
     before = size = os.fstat(file).st_size
+    if not _linux.catches(pid, number):  # any more: it may have become another program
+        return ""
     _linux.signal_thread(pid, thread, number)
     until = time.monotonic() + limit_s
     quiet = 0
@@ -178,7 +231,7 @@ def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wai
         done = now == size and (now > before or (number == AT_ONCE and not _linux.is_pending(pid, thread, number)))
         quiet = quiet + 1 if done else 0
         size = now
-    return from_the_job_on(os.pread(file, size - before, before).decode("utf-8", "backslashreplace"))
+    return from_the_job_on(os.pread(file, max(0, size - before), before).decode("utf-8", "backslashreplace"))
 
 
 def _state(pid: int) -> str:
@@ -204,32 +257,39 @@ def from_the_job_on(text: str) -> str:
     return "\n".join(lines)
 
 
-def names(pid: int) -> set[str]:
-    """Which of the files a process has open; none if it is another user's."""
-    found: set[str] = set()
-    try:
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{number}")
-            found.update(name for name in (PARENT, KEEPER, WORKER) if target == f"/memfd:{name} (deleted)")
-    except OSError:  # ended, or not ours
-        pass
-    return found
+def kinds(pid: int) -> set[str]:
+    """Which kinds of files a process has that are its own; none if it is another user's."""
+    own = _linux.own_pid(pid)
+    return {kind for kind, made_by, _ in _files(pid) if made_by == own}
 
 
-def _open(pid: int, name: str) -> int:
+def _open(pid: int, kind: str) -> int:
     """Open the file of a process's stacks.
 
     Raises:
         FileNotFoundError: If it has none.
     """
+    own = _linux.own_pid(pid)
+    for other, made_by, path in _files(pid):
+        if other == kind and (kind == WORKER or made_by == own):
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    raise FileNotFoundError(pid)
+
+
+def _files(pid: int) -> Iterator[tuple[str, int, str]]:
+    """The files of stacks that a process has open: the kind, who made it, where it is."""
     folder = f"/proc/{pid}/fd"
-    for number in os.listdir(folder):
+    try:
+        numbers = os.listdir(folder)
+    except OSError:  # ended, or not ours
+        return
+    for number in numbers:
         try:
-            if os.readlink(f"{folder}/{number}") == f"/memfd:{name} (deleted)":
-                return os.open(f"{folder}/{number}", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # closed meanwhile
+            match = _TARGET.fullmatch(os.readlink(f"{folder}/{number}"))
+        except OSError:  # closed meanwhile
             continue
-    raise FileNotFoundError(folder)
+        if match:
+            yield match[1], int(match[2]), f"{folder}/{number}"
 
 
 def _after_fork_in_child() -> None:

@@ -321,6 +321,13 @@ def asleep() -> None:
     time.sleep(600)
 
 
+def asleep_in_c() -> None:
+    """Sleep in C code that comes back when any signal comes."""
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(600)
+
+
 def waiting_for_its_child() -> None:
     """Wait for a process of one's own, which waits too, in a session of its own."""
     subprocess.run(["sleep", "600"], start_new_session=True, check=False)
@@ -349,6 +356,7 @@ def sleeping_children() -> list[str]:
         (in_c_with_the_lock, ["in_c_with_the_lock"]),
         (in_xla, ["in_xla"]),
         (asleep, ["asleep"]),
+        (asleep_in_c, ["asleep_in_c"]),
         (waiting_for_its_child, ["waiting_for_its_child"]),
     ],
 )

@@ -96,19 +96,22 @@ def test_a_logging_queue(guard: Callable[..., Any], tmp_path: pathlib.Path) -> N
 
 
 def checkpoint(path: str) -> float:
-    """Save a checkpoint with orbax, and do not wait for it."""
+    """Save a checkpoint with orbax in the background, train on, and wait for it at the end."""
     import jax
     import orbax.checkpoint
 
     weights = {"w": jax.numpy.arange(300_000.0), "b": jax.numpy.ones(3)}
     checkpointer = orbax.checkpoint.AsyncCheckpointer(orbax.checkpoint.StandardCheckpointHandler())
     checkpointer.save(path, args=orbax.checkpoint.args.StandardSave(weights))
-    return float(weights["w"].sum())
+    total = float(weights["w"].sum())
+    # As in any program: without this, the interpreter's end closes the executors that it still needs.
+    checkpointer.close()
+    return total
 
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_an_async_checkpoint(reuse: bool, tmp_path: pathlib.Path, run_python: Callable[..., Any]) -> None:  # noqa: FBT001
-    """An orbax checkpoint that is written in the background is whole when its worker has ended."""
+    """An orbax checkpoint that is written in the background is whole, and its threads keep no worker."""
     path = tmp_path / "checkpoint"
     with isolated_jax_worker(reuse=reuse) as worker:
         total = worker(checkpoint, str(path))

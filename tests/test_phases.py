@@ -12,7 +12,7 @@ import phases
 import pytest
 
 import jaxguard
-from jaxguard import _frames, _linux, _phases, _records, isolated_jax_worker
+from jaxguard import _frames, _linux, _phases, _records, _warm, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,6 +171,22 @@ def test_a_child_of_a_trial_tells_nothing(fresh_guard: Any) -> None:
     assert fresh_guard(objective)() == ("running", True)
 
 
+def test_telling_fails_no_trial(guard: Any) -> None:
+    """Where no file may be written any more, a trial compiles and returns as ever, and ends normally."""
+
+    def objective() -> float:
+        import resource
+        import signal as signals
+
+        import jax
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        signals.signal(signals.SIGXFSZ, signals.SIG_IGN)
+        return float(jax.jit(lambda x: x + 1)(1.0))
+
+    assert guard(objective, compile_cache="off")() == 2.0
+
+
 def test_time_in_a_phase_is_told() -> None:
     """How long a program is being compiled is counted from when that began."""
     program = {"doing": "compiling", "function": "step", "since": time.time() - 61}
@@ -185,6 +201,7 @@ def test_half_an_answer_is_none(
 ) -> None:
     """A worker that dies in the middle of its answer has not answered, and nobody gets the rest."""
     slots(1)
+    _warm.retire_all()  # those of other tests
     real, killed = _frames._receive, []
 
     def receive(connection: Any, size: int) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import phases
 import pytest
 
-from jaxguard import _linux, _stacks, _warm, gpu_slot, isolated_jax_worker
+from jaxguard import _linux, _records, _stacks, _warm, gpu_slot, isolated_jax_worker
 from jaxguard.__main__ import main
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def test_a_stuck_study(stuck_study: subprocess.Popen[str], capsys: pytest.Captur
     assert " on cpu:0 (worker pid " in text
     assert " on cpu:1 (worker pid " in text
     assert text.count("in waits_for_a_file") == 2
+    for pid in [call["worker"] for call in calls_of(stuck_study) if call["worker"]]:
+        assert f"Thread {pid}, the main one" in text
     assert 'optuna/study/study.py", line' in text
     assert "its keeper:" in text
 
@@ -221,6 +223,28 @@ def test_warm_workers_are_shown(capsys: pytest.CaptureFixture[str], slots: Calla
     finally:
         _warm.retire_all()
     assert "warm; since " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"worker": 10**30, "since": 1e300, "devices": ["\x1b[2J"], "trial": "x", "function": 3},
+        {"worker": -1, "since": float("nan"), "devices": 3, "study": ["x"]},
+        {"worker": True, "since": "x", "devices": [1, None]},
+    ],
+)
+def test_records_that_are_made_up(facts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever may write them: they fail nobody, and nothing in them steers a terminal."""
+    isolated_jax_worker(os.getpid)()  # so that this process is seen
+    record = _records.Record("0123456789ab", {"phase": "running", **facts})
+    work = _records.Record("work-0123456789ab", {"phase": "running", "programs": [{"key": [1], "doing": {}}, 3]})
+    try:
+        assert main(["stacks", str(os.getpid())]) == 0
+        assert main(["stacks", "--json", str(os.getpid())]) == 0
+    finally:
+        record.close()
+        work.close()
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_nothing_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,8 +256,8 @@ os.waitpid(child, 0)
 """)
     (child,) = _linux.children(process.pid)
     try:
-        assert _whereabouts.names(process.pid) == {_whereabouts.PARENT}
-        assert _whereabouts.names(child) == set()
+        assert _whereabouts.kinds(process.pid) == {_whereabouts.PARENT}
+        assert _whereabouts.kinds(child) == set()
         assert not _linux.catches(child, _whereabouts.AT_ONCE)
         assert "waitpid" in ask(process) or "<string>" in ask(process)
     finally:
@@ -281,3 +281,103 @@ Extension modules: numpy (total: 1)
     assert "_worker.py" not in text
     assert "threading.py" in text
     assert "Extension" not in text
+
+
+def test_pause_is_not_ended(run: Any, wait_until: Callable[..., None]) -> None:
+    """A main thread that waits for a signal, any signal, is left alone; the other threads are shown."""
+    process = run("""
+def here():
+    threading.Event().wait()
+threading.Thread(target=here, daemon=True).start()
+print(".", flush=True)
+signal.pause()
+""")
+    wait_until(lambda: "in here" in ask(process), "the thread is there")
+    for _ in range(3):
+        ask(process)
+    assert process.poll() is None
+
+
+def test_a_thread_that_blocks_the_signal_costs_nothing(run: Any) -> None:
+    """It is passed over, and no signal stays queued for it."""
+    process = run("""
+def here():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(100)
+for _ in range(5):
+    threading.Thread(target=here, daemon=True).start()
+time.sleep(0.1)
+print(".", flush=True)
+time.sleep(100)
+""")
+    for _ in range(3):
+        assert ask(process).count("Thread") == 1
+    with open(f"/proc/{process.pid}/status") as file:
+        queued = next(line.split()[1] for line in file if line.startswith("SigQ"))
+    before = int(queued.split("/")[0])
+    ask(process)
+    with open(f"/proc/{process.pid}/status") as file:
+        assert int(next(line.split()[1] for line in file if line.startswith("SigQ")).split("/")[0]) <= before
+
+
+def test_a_process_that_has_become_another_program_is_not_signalled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first look and the signal it may call exec, which takes the handler away."""
+    process = run("print('.', flush=True)\nsys.stdin.readline()\nos.execvp('sleep', ['sleep', '100'])")
+    real = _whereabouts._be_alone
+
+    def meanwhile(*words: Any) -> None:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while _linux.command(process.pid) != "sleep":
+            pass
+        real(*words)
+
+    monkeypatch.setattr(_whereabouts, "_be_alone", meanwhile)
+    assert "no stacks" in ask(process)
+    assert process.poll() is None
+
+
+def test_a_user_who_closes_all_files_keeps_his_own(run: Any, tmp_path: Any) -> None:
+    """Nothing is written into a file that has got the number of ours."""
+    path = tmp_path / "mine"
+    process = run(
+        CAREFUL + f"path = {str(path)!r}\nout = os.dup(1)\nos.closerange(3, out)\n"
+        "files = [open(path, 'w') for _ in range(20)]\nos.write(out, b'.\\n')\ntime.sleep(100)"
+    )
+    for _ in range(3):
+        assert ask(process).startswith("(no stacks")
+    os.kill(process.pid, _whereabouts.CAREFUL)
+    os.kill(process.pid, _whereabouts.CAREFUL)
+    assert process.poll() is None
+    assert path.read_text() == ""
+
+
+def test_descriptors_that_come_and_go_hide_nothing(run: Any) -> None:
+    """A program that opens and closes files all the time is seen at each look."""
+    process = run("""
+def churn():
+    while True:
+        os.close(os.open("/dev/null", os.O_RDONLY))
+threading.Thread(target=churn, daemon=True).start()
+print(".", flush=True)
+time.sleep(100)
+""")
+    assert all(_whereabouts.kinds(process.pid) == {_whereabouts.PARENT} for _ in range(200))
+
+
+def test_a_careful_answer_never_fails_the_user(run: Any) -> None:
+    """Near the limit of recursion, or where no file may grow, whoever asks gets less, and the program goes on."""
+    process = run(
+        CAREFUL
+        + """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+print(".", flush=True)
+while True:
+    time.sleep(0.001)
+"""
+    )
+    for _ in range(3):
+        ask(process)
+    assert process.poll() is None
