@@ -292,6 +292,7 @@ threading.Thread(target=here, daemon=True).start()
 print(".", flush=True)
 signal.pause()
 """)
+    wait_until(lambda: _linux.waits_for_a_signal(process.pid, process.pid), "it is in pause")
     wait_until(lambda: "in here" in ask(process), "the thread is there")
     for _ in range(3):
         ask(process)
