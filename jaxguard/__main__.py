@@ -60,6 +60,12 @@ def _stacks(options: argparse.Namespace) -> int:
     return _stacks.run(options)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from . import _doctor
+
+    return _doctor.run(options)
+
+
 def _cache(options: argparse.Namespace) -> int:
     from . import _cache
 
@@ -126,8 +132,27 @@ def _parser() -> argparse.ArgumentParser:
     stacks.add_argument("pid", nargs="*", type=_whole(1), help="only these: process ids of parents or workers")
     stacks.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
     stacks.set_defaults(command=_stacks)
+    _add_doctor(commands)
     _add_cache(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this host, then prove with real workers that guarded trials work on it",
+        description=(
+            "Look at versions, devices, slots, locks, cores, memory, the store of programs and the environment. Then "
+            "run trials on one slot, add slots one by one up to all, and have all workers compile one program at once. "
+            "A verdict per line: ok, note, or BAD with why it matters and what to type. The exit status is 1 if "
+            "something is BAD."
+        ),
+    )
+    doctor.add_argument("module", nargs="*", help="also import these modules of yours, and say whether one starts JAX")
+    doctor.add_argument("--quick", action="store_true", help="look only, and start no worker")
+    doctor.add_argument("--log-compiles", action="store_true", help="show what JAX logs of its compilations")
+    doctor.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
+    doctor.set_defaults(command=_doctor)
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -101,7 +101,7 @@ def plan(compile_cache: str, env: Mapping[str, str], of_the_guard: Container[str
         ValueError: If a guard and the user's own settings for JAX say different things.
     """
     by_hand = {name: value for name, value in _set_by_hand().items() if name.upper() not in of_the_guard}
-    own = sorted({*_DECIDING & by_hand.keys(), *_set_in(env)})
+    own = sorted({*_DECIDING & by_hand.keys(), *is_set_in(env)})
     if not own:
         if compile_cache == OFF:
             return Plan()
@@ -136,8 +136,11 @@ def _set_by_hand() -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
 
-def _set_in(env: Mapping[str, str]) -> list[str]:
-    """The same of an environment: as JAX reads it, where all but a few words switch the cache off."""
+def is_set_in(env: Mapping[str, str]) -> list[str]:
+    """Which settings of an environment make JAX's cache the user's own.
+
+    The switch as JAX reads it, where all but a few words switch the cache off.
+    """
     found = [_DIRECTORY] if env.get(_DIRECTORY.upper()) else []
     switch = env.get(_ENABLE.upper(), "")
     return [*found, _ENABLE] if switch and switch.lower() not in {"y", "yes", "t", "true", "on", "1"} else found

@@ -34,8 +34,8 @@ def explain(before: Counts) -> str:
     """Say, after a death by SIGKILL, what the counts tell about it."""
     after = counts()
     if before.group is not None and after.group is not None and after.group > before.group:
-        limit = _limit()
-        words = f" of {limit / 2**30:.1f} GiB" if limit is not None else ""
+        most = limit()
+        words = f" of {most / 2**30:.1f} GiB" if most is not None else ""
         return (
             f"out of memory: since this worker began, the kernel ended {after.group - before.group} of the processes "
             f"that share a memory limit{words} with it. {_ADVICE}"
@@ -70,7 +70,8 @@ def _group() -> str | None:
     return None
 
 
-def _limit() -> int | None:
+def limit() -> int | None:
+    """The limit of memory of this process's control group, in bytes; None if it has none that can be seen."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             with open(f"{_group()}/{name}", encoding="ascii") as file:

@@ -26,6 +26,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["demo", "--help"], "--storage URL"),
         (["slots", "--help"], "--json"),
         (["stacks", "--help"], "Nothing is stopped by it"),
+        (["doctor", "--help"], "--log-compiles"),
         (["--version"], f"jaxguard {metadata.version('jaxguard')}\n"),
     ],
 )

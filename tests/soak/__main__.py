@@ -72,7 +72,7 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="soak-"))
-        self.mark = f"JAXGUARD_SOAK={uuid.uuid4().hex}"
+        self.mark = f"MARK_OF_THE_SOAK={uuid.uuid4().hex}"
         self.rng = random.Random(options.seed)
         self.blows: list[dict[str, Any]] = []
         self.to_continue: list[tuple[float, int]] = []

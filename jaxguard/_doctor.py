@@ -1,0 +1,93 @@
+"""`jaxguard doctor`: look at the host, then prove with real workers that guarded trials work on it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from . import _checks, _rehearsal
+from ._findings import Finding, Verdict
+
+_VERSION = 1
+_IMPORT_S = 300.0
+_IMPORT = """
+import builtins, sys
+sys.path.insert(0, "")
+from jaxguard import _jax_state
+real, found = builtins.__import__, []
+def watched(name, globals=None, locals=None, fromlist=(), level=0):
+    module = real(name, globals, locals, fromlist, level)
+    if not found and _jax_state.started():
+        found.append(name if level == 0 else (globals or {}).get("__package__", "") + "." + name)
+    return module
+builtins.__import__ = watched
+import importlib
+importlib.import_module(sys.argv[1])
+builtins.__import__ = real
+if _jax_state.started():
+    print((found or sys.argv[1:])[0] + _jax_state.starters())
+"""
+"""Run in a process of its own: imports a module, and prints which import started JAX, if one did."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a verdict per line; the exit status is 1 if something is bad."""
+    found = []
+    for finding in _findings(options):
+        found.append(finding)
+        if not options.json:
+            print(finding, flush=True)  # noqa: T201 – this is what was asked for
+    bad = sum(finding.verdict is Verdict.BAD for finding in found)
+    if options.json:
+        print(json.dumps({"version": _VERSION, "bad": bad, "findings": list(map(_plain, found))}, indent=2))  # noqa: T201
+    else:
+        print(_summary(bad, found))  # noqa: T201 – as above
+    return int(bad > 0)
+
+
+def _findings(options: argparse.Namespace) -> Iterator[Finding]:
+    bad = False
+    for finding in (*map(_imported, options.module), *_checks.of_all()):
+        bad = bad or finding.verdict is Verdict.BAD
+        yield finding
+    if not options.quick:
+        yield from _rehearsal.steps(log_compiles=options.log_compiles)
+
+
+def _imported(module: str) -> Finding:
+    """Whether importing a module of the user's starts JAX, which costs a parent its GPUs."""
+    words = [sys.executable, "-c", _IMPORT, module]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        why = "each worker imports it too, and waits as long"
+        return Finding("import", Verdict.BAD, f"{module} is not imported within {_IMPORT_S:.0f} s", why)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+        do = f"python -c 'import {module}', in the directory of your program"
+        return Finding("import", Verdict.BAD, f"{module} cannot be imported: {last}", "workers import it too", do)
+    if name := done.stdout.strip().splitlines()[-1:]:
+        return Finding(
+            "import",
+            Verdict.BAD,
+            f"importing {module} starts JAX: {name[0]}",
+            "in a parent on a GPU it takes that GPU's memory, and trials cannot have it",
+            "make arrays inside of functions, or start the parent with JAX_PLATFORMS=cpu (workers still get GPUs)",
+        )
+    return Finding("import", Verdict.OK, f"{module} can be imported and leaves JAX unstarted")
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {**dataclasses.asdict(finding), "verdict": finding.verdict.value.lower()}
+
+
+def _summary(bad: int, found: list[Finding]) -> str:
+    notes = sum(finding.verdict is Verdict.NOTE for finding in found)
+    if bad:
+        return f"\n{bad} of {len(found)} findings are bad: mend these first."
+    return f"\nNothing bad in {len(found)} findings{f', {notes} to note' if notes else ''}."
