@@ -225,7 +225,7 @@ def store() -> Iterator[Finding]:
     mend = f"name another directory of your own, on a local disk: export {_settings.CACHE_DIR}=/path"
     try:
         found = [_store.Store(root, kind, make=False) for kind in _store.kinds(root)]
-    except errors.JaxguardError as error:
+    except (errors.JaxguardError, OSError) as error:
         yield Finding("store", Verdict.BAD, str(error), lost, mend)
         return
     there = root

@@ -21,10 +21,15 @@ sys.path.insert(0, "")
 from jaxguard import _jax_state
 real, found = builtins.__import__, []
 def watched(name, globals=None, locals=None, fromlist=(), level=0):
+    absolute = name if level == 0 else ((globals or {}).get("__package__") or "") + "." + name
+    is_new = absolute not in sys.modules
     module = real(name, globals, locals, fromlist, level)
-    if not found and _jax_state.started():
-        found.append(name if level == 0 else (globals or {}).get("__package__", "") + "." + name)
+    # Not at the imports of JAX itself: some of them happen while it starts, under its own lock.
+    if is_new and not found and _is_the_users(absolute.partition(".")[0]) and _jax_state.threads_of_xla():
+        found.append(absolute)
     return module
+def _is_the_users(first):
+    return not first.startswith(("jax", "numpy", "ml_dtypes")) and first not in sys.stdlib_module_names
 builtins.__import__ = watched
 import importlib
 importlib.import_module(sys.argv[1])

@@ -8,6 +8,7 @@ Each step is bounded, and what fails is a finding.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import tempfile
@@ -31,11 +32,18 @@ def steps(*, log_compiles: bool) -> Iterator[Finding]:
     """The findings of all three steps; a step that fails ends them, as the next ones build on it."""
     env = {"JAX_LOG_COMPILES": "1"} if log_compiles else None
     guard: Guard = isolated_jax_worker(timeout=_TIMEOUT_S, slot_timeout=_SLOT_TIMEOUT_S, env=env)
+    slots = _devices.slot_count()
+    todo: list[Callable[[], Finding]] = [
+        functools.partial(_one_slot, guard),
+        *(functools.partial(_so_many_slots, guard, count) for count in range(2, slots + 1)),
+        functools.partial(_one_program, guard, slots),
+    ]
     try:
-        yield _one_slot(guard)
-        for count in range(2, _devices.slot_count() + 1):
-            yield _so_many_slots(guard, count)
-        yield _one_program(guard, _devices.slot_count())
+        for step in todo:
+            finding = step()
+            yield finding
+            if finding.verdict is Verdict.BAD:
+                return
     except errors.SlotTimeout as error:
         yield Finding("trials", Verdict.BAD, str(error), "others have the slots", "jaxguard slots, then try again")
     except Exception as error:  # noqa: BLE001 – whatever a trial dies of here, it would die of in a study
@@ -68,6 +76,13 @@ def meet(folder: str, count: int) -> dict[str, Any]:
     while len(os.listdir(folder)) < count and time.monotonic() < until:
         time.sleep(0.01)
     return found | {"met": len(os.listdir(folder))}
+
+
+def _give_the_meeting_up(folder: str, count: int) -> None:
+    """One could not come: have nobody wait for it."""
+    for number in range(count):
+        with open(os.path.join(folder, f"nobody {number}"), "w", encoding="utf-8"):
+            pass
 
 
 def compile_new(constant: float) -> None:
@@ -109,7 +124,7 @@ def _one_slot(guard: Guard) -> Finding:
 
 def _so_many_slots(guard: Guard, count: int) -> Finding:
     with tempfile.TemporaryDirectory(prefix="jaxguard-doctor-") as folder:
-        found = _side_by_side(guard(meet), count, folder, count)
+        found = _side_by_side(guard(meet), folder, count)
     met = min(one["met"] for one in found)
     expected = _devices.usable()[0]
     wrong = [
@@ -170,16 +185,17 @@ def _one_program(guard: Guard, count: int) -> Finding:
     )
 
 
-def _side_by_side(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
-    """Call a function in so many threads; raise what one of them raised."""
+def _side_by_side(meeting: Callable[..., Any], folder: str, count: int) -> list[Any]:
+    """Have so many workers meet, each called by a thread; raise what one of them raised."""
     found: list[Any] = []
     failed: list[BaseException] = []
 
     def call() -> None:
         try:
-            found.append(function(*args))
+            found.append(meeting(folder, count))
         except BaseException as error:  # noqa: BLE001 – raised below, in the thread that asked
             failed.append(error)
+            _give_the_meeting_up(folder, count)
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(count)]
     for thread in threads:

@@ -61,7 +61,7 @@ def both():
         thread.start()
     return threads
 
-signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell ignores it in the name of its background jobs
 threads = both()
 while len(list(folder.glob("worker*.pid"))) < 2:
     time.sleep(0.001)

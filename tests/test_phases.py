@@ -132,6 +132,7 @@ def test_threads_that_compile_are_told_each(monkeypatch: pytest.MonkeyPatch) -> 
     """Programs come and go in any order; at most eight are told of, the latest, and none stays."""
     file = _records.new_file("work-" + "0" * 12)
     monkeypatch.setattr(_phases, "_record", _records.Record("", {}, file))
+    monkeypatch.setattr(_phases, "_programs", {})
     _phases.enter(_phases.RUNNING)
     for number in range(10):
         _phases.program(number, f"step{number}", "k" * 64, _phases.COMPILING)
