@@ -168,3 +168,20 @@ def test_the_state_of_hydra_is_the_calls(fresh_guard: Any) -> None:
 
     assert fresh_guard(has_one)() is False
     assert isolated_jax_worker(has_one, reuse=True)() is False
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]], ids=["basic", "joblib"]
+)
+def test_the_optuna_sweeper(launcher: list[str], tmp_path: pathlib.Path, slots: Callable[[int], None]) -> None:
+    """Hydra's Optuna sweeper, which needs an Optuna of its own time, gets what guarded jobs return.
+
+    Its environment is made by .ci/run; it cannot be installed beside the Optuna of the other tests.
+    """
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    slots(2)
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2"]
+    run("sweep.py", "--multirun", *sweeper, "+x=interval(0,1)", "hydra.sweeper.sampler.seed=1", *launcher, cwd=tmp_path)
+    best = (tmp_path / "outputs" / "optimization_results.yaml").read_text()
+    x, value = map(float, re.findall(r": ([0-9.e-]+)$", best, re.MULTILINE))
+    assert value == pytest.approx((x - 0.3) ** 2, abs=1e-6)
