@@ -311,11 +311,13 @@ def test_a_flag_that_ends_each_worker(examine: Callable[..., dict[str, Any]], mo
     assert "Unknown flag" in finding["fact"]
 
 
-def test_inline_is_no_isolation(examine: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rehearsal notices that nothing ran in a process of its own."""
-    monkeypatch.setenv("JAXGUARD_INLINE", "1")
-    view = examine()
-    assert "ran in 1 processes" in found(view, "trials", "bad")["fact"]
+def test_inline_is_no_isolation(run_python: Callable[..., Any]) -> None:
+    """The rehearsal notices that nothing ran in a process of its own, and goes no further."""
+    code = "import sys\nfrom jaxguard.__main__ import main\nsys.exit(main(['doctor']))"
+    done = run_python(code, env={"JAXGUARD_INLINE": "1"})
+    assert done.returncode == 1
+    assert "BAD   trials        3 trials ran in 1 processes" in done.stdout
+    assert "1 of " in done.stdout.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- modules of users
