@@ -66,6 +66,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = 0
 
 
+# Rooms in which it matters that a worker both execs and is fresh. In the others exec is tried warm, and fresh forked.
+ALL_WAYS = {"test_deaths", "test_ending", "test_endings", "test_inherited", "test_keeper", "test_phases", "test_places"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave one of the four ways to start a worker out where it tries nothing that the other three do not try."""
+    out = {
+        item
+        for item in items
+        if getattr(item, "callspec", None) is not None
+        and item.callspec.params.get("guard") == "exec-fresh"  # type: ignore[attr-defined]
+        and item.path.stem not in ALL_WAYS
+    }
+    config.hook.pytest_deselected(items=list(out))
+    items[:] = [item for item in items if item not in out]
+
+
 def pytest_configure() -> None:
     """Let Ctrl-C be heard by what the tests start: a shell ignores it in the name of its background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import jaxguard
-from jaxguard import _checks, _devices, _driver, _rehearsal, _store, gpu_slot, isolated_jax_worker
+from jaxguard import _checks, _devices, _driver, _linux, _rehearsal, _store, gpu_slot, isolated_jax_worker
 from jaxguard.__main__ import main
 from jaxguard._findings import Finding, Verdict
 
@@ -190,9 +190,12 @@ def test_a_held_slot(
     assert str(holder.pid) in bad[0]["fact"] or "side by side" in bad[0]["fact"]
 
 
-def test_a_stopped_holder(holder: subprocess.Popen[str], examine: Callable[..., dict[str, Any]]) -> None:
+def test_a_stopped_holder(
+    holder: subprocess.Popen[str], examine: Callable[..., dict[str, Any]], wait_until: Callable[..., None]
+) -> None:
     """It is named, with what to type."""
     os.kill(holder.pid, signal.SIGSTOP)
+    wait_until(lambda: getattr(_linux.status(holder.pid), "state", "") == "T", "it is stopped")
     finding = found(examine("--quick"), "slots", "bad")
     assert f"held by pid {holder.pid}" in finding["fact"]
     assert "which is stopped" in finding["fact"]
