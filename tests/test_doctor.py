@@ -187,7 +187,7 @@ def test_a_held_slot(
     bad = [one for one in view["findings"] if one["verdict"] == "bad"]
     assert len(bad) == 1
     assert "jaxguard slots" in bad[0]["do"]
-    assert str(holder.pid) in bad[0]["fact"] or "side by side" in bad[0]["fact"]
+    assert " held" in bad[0]["fact"] or "side by side" in bad[0]["fact"]
 
 
 def test_a_stopped_holder(
