@@ -31,6 +31,7 @@ from . import (
     _keeper,
     _linux,
     _oom,
+    _orphans,
     _output,
     _phases,
     _records,
@@ -297,7 +298,7 @@ class Worker:
             self._tail.append(b"fork failed: " + text)
         else:
             self._keeper_gone = True
-            _starting.sweep_without_keeper(self._started.mark)
+            _orphans.sweep(self._started.mark)
             self._started.wait_for_worker()
 
     def _last_words(self, talk: Talk) -> None:

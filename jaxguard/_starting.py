@@ -17,7 +17,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ from . import (
     _keeper,
     _leases,
     _linux,
+    _orphans,
     _phases,
     _records,
     _settings,
@@ -49,7 +49,6 @@ _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
 _PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
 """Imports that take long and start neither JAX nor threads."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_SWEEP_BOUND_S = 5.0
 GONE = b"-"
 """Stands for the word of a keeper that says nothing any more."""
 
@@ -112,7 +111,7 @@ class Started:
     def wait_for_worker(self) -> None:
         """Wait until a worker whose keeper is gone is gone too, with all that it had open."""
         if self._worker_pidfd >= 0:
-            _linux.wait_readable(self._worker_pidfd, _SWEEP_BOUND_S)
+            _linux.wait_readable(self._worker_pidfd, _orphans.SWEEP_BOUND_S)
 
     def order(self, order: bytes) -> None:
         """Have the keeper send the worker a signal."""
@@ -293,50 +292,3 @@ def _after_fork_in_child() -> None:
 
 
 _descriptors.after_fork_in_child(_after_fork_in_child)
-
-
-# ---------------------------------------------------------------- when the keeper is gone
-
-
-def sweep_without_keeper(mark: str) -> None:
-    """End what a dead keeper left: all that has its mark in the environment with which it was started.
-
-    Its workers died with it; their descendants are spread by then, in sessions of their own some of them.
-    """
-    line = f"{_settings.RUN}={mark}".encode()
-    until = time.monotonic() + _SWEEP_BOUND_S
-    while (killed := _kill_marked(line)) and time.monotonic() < until:  # to a fixed point, as the keeper does
-        for pidfd in killed:
-            _linux.wait_readable(pidfd, max(0.0, until - time.monotonic()))
-            os.close(pidfd)
-
-
-def _kill_marked(line: bytes) -> list[int]:
-    killed = []
-    own = os.getpid()
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == own:
-            continue
-        try:
-            pidfd = os.pidfd_open(int(name))  # first: the number cannot come to mean another process
-        except OSError:
-            continue
-        try:
-            status = _linux.status(int(name))
-            if status is not None and _has(int(name), line):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                if status.state not in "ZX":
-                    killed.append(pidfd)
-                    continue
-        except OSError:
-            pass
-        os.close(pidfd)
-    return killed
-
-
-def _has(pid: int, line: bytes) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return line in file.read().split(b"\0")
-    except OSError:
-        return False
