@@ -320,7 +320,7 @@ NOBODY = 65534
 BECOME = f"""
 import datetime, importlib, json, logging, os, pkgutil, pwd, signal, sys, threading, time
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
-import host, jaxguard
+import host, jaxguard, phases
 for module in pkgutil.iter_modules(jaxguard.__path__):
     if module.name not in {{"__main__", "pytest_plugin", "_demo"}}:
         importlib.import_module("jaxguard." + module.name)

@@ -356,11 +356,11 @@ def test_a_beacon_says_who_holds(card: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "jaxguard/1/h/zz/0/1/1/aaaaaaaaaaaa",
-        "jaxguard/1/x/aaaaaaaaaaaa/0/1/1/aaaaaaaaaaaa",
-        "jaxguard/1/h/aaaaaaaaaaaa/0/1/1/aaaaaaaaaaaa/more",
-        "jaxguard/1/h/aaaaaaaaaaaa/-1/1/1/aaaaaaaaaaaa",
-        "jaxguard/1/h/aaaaaaaaaaaa/0/99999999999999/1/aaaaaaaaaaaa",
+        "jaxguard/1/h/zz/0/1/1/f00dfeedcafe",
+        "jaxguard/1/x/aaaaaaaaaaaa/0/1/1/f00dfeedcafe",
+        "jaxguard/1/h/aaaaaaaaaaaa/0/1/1/f00dfeedcafe/more",
+        "jaxguard/1/h/aaaaaaaaaaaa/-1/1/1/f00dfeedcafe",
+        "jaxguard/1/h/aaaaaaaaaaaa/0/99999999999999/1/f00dfeedcafe",
         "jaxguard/\xff\xfe",
     ],
 )
@@ -370,7 +370,9 @@ def test_false_beacons_are_ignored(name: str) -> None:
         false.bind(f"\0{name}".encode("latin-1"))
         false.listen()
 
-        assert not any(name in {beacon.name, beacon.nonce} or beacon.nonce == "a" * 12 for beacon in _beacons.seen())
+        assert not any(
+            name in {beacon.name, beacon.nonce} or beacon.nonce == "f00dfeedcafe" for beacon in _beacons.seen()
+        )
 
 
 def test_a_lie_about_the_pid_is_not_believed(card: str) -> None:

@@ -117,7 +117,7 @@ def test_what_is_stopped_is_named(stuck_study: subprocess.Popen[str], capsys: py
     for pid in (worker, keeper):
         os.kill(pid, signal.SIGSTOP)
     try:
-        assert main(["stacks"]) == 0
+        assert main(["stacks", str(stuck_study.pid)]) == 0
         text = capsys.readouterr().out
         assert f"(worker pid {worker}, stopped)" in text
         assert f"Stacks of pid {keeper}, its keeper, stopped:" in text
