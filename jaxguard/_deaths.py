@@ -65,7 +65,7 @@ def died(
         what = f"it left with exit code {status} (sys.exit or os._exit)"
     else:
         what = "it could not be started"
-    said = f" It said why: {cause}" if (cause := _cause(written)) else ""
+    said = f" It said why: {cause.rstrip('.')}." if (cause := _cause(written)) else ""
     output = written[-_LAST:].strip()
     last = f" Its last output:\n{output}" if output else ""
     text = f"the {worker} ended without an answer while {worker.doing}: {what}.{said}{last}"

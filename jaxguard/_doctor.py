@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import _checks, _rehearsal
+from . import _checks, _devices, _rehearsal
 from ._findings import Finding, Verdict
 
 _VERSION = 1
@@ -34,8 +36,7 @@ builtins.__import__ = watched
 import importlib
 importlib.import_module(sys.argv[1])
 builtins.__import__ = real
-if _jax_state.started():
-    print((found or sys.argv[1:])[0] + _jax_state.starters())
+print(sys.argv[2] + ((found or sys.argv[1:])[0] + _jax_state.starters() if _jax_state.started() else ""))
 """
 """Run in a process of its own: imports a module, and prints which import started JAX, if one did."""
 
@@ -66,25 +67,33 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
 
 def _imported(module: str) -> Finding:
     """Whether importing a module of the user's starts JAX, which costs a parent its GPUs."""
-    words = [sys.executable, "-c", _IMPORT, module]
+    module, mark = module.removesuffix(".py"), f"jaxguard-{secrets.token_hex(6)} "  # the module may print, too
+    words = [sys.executable, "-c", _IMPORT, module, mark]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     except subprocess.TimeoutExpired:
         why = "each worker imports it too, and waits as long"
         return Finding("import", Verdict.BAD, f"{module} is not imported within {_IMPORT_S:.0f} s", why)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+    answer = [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
+    if not answer:
+        last = (done.stderr.strip().splitlines() or [f"it ends the program (exit code {done.returncode})"])[-1]
         do = f"python -c 'import {module}', in the directory of your program"
         return Finding("import", Verdict.BAD, f"{module} cannot be imported: {last}", "workers import it too", do)
-    if name := done.stdout.strip().splitlines()[-1:]:
+    if answer[-1]:
         return Finding(
             "import",
-            Verdict.BAD,
-            f"importing {module} starts JAX: {name[0]}",
+            Verdict.BAD if _on_gpus() else Verdict.NOTE,
+            f"importing {module} starts JAX: {answer[-1]}",
             "in a parent on a GPU it takes that GPU's memory, and trials cannot have it",
             "make arrays inside of functions, or start the parent with JAX_PLATFORMS=cpu (workers still get GPUs)",
         )
     return Finding("import", Verdict.OK, f"{module} can be imported and leaves JAX unstarted")
+
+
+def _on_gpus() -> bool:
+    """Whether a parent whose JAX starts takes a GPU."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return _devices.usable_or_cpu()[0].is_gpu and (not platforms or "cuda" in platforms or "gpu" in platforms)
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

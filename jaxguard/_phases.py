@@ -86,6 +86,13 @@ def in_words(facts: dict[str, Any]) -> str:
     return ", ".join(told) if phase == RUNNING and told else phase
 
 
+def since(facts: dict[str, Any]) -> float | None:
+    """Since when it does that, in seconds since 1970; None where the words tell it."""
+    value = facts.get("since")
+    is_told = facts.get("phase") == RUNNING and bool(facts.get("programs"))
+    return value if isinstance(value, float) and 0 <= value < _LATEST and not is_told else None
+
+
 def _program_in_words(program: dict[str, Any], now: float) -> str:
     since = program.get("since")
     seconds = f" for {max(0.0, now - since):.1f} s" if isinstance(since, float) and 0 <= since < _LATEST else ""

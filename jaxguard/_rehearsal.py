@@ -32,7 +32,10 @@ def steps(*, log_compiles: bool) -> Iterator[Finding]:
     """The findings of all three steps; a step that fails ends them, as the next ones build on it."""
     env = {"JAX_LOG_COMPILES": "1"} if log_compiles else None
     guard: Guard = isolated_jax_worker(timeout=_TIMEOUT_S, slot_timeout=_SLOT_TIMEOUT_S, env=env)
-    slots = _devices.slot_count()
+    try:
+        slots = _devices.slot_count()
+    except (errors.JaxguardError, ValueError):
+        return  # the check of devices has said it
     todo: list[Callable[[], Finding]] = [
         functools.partial(_one_slot, guard),
         *(functools.partial(_so_many_slots, guard, count) for count in range(2, slots + 1)),
@@ -45,13 +48,13 @@ def steps(*, log_compiles: bool) -> Iterator[Finding]:
             if finding.verdict is Verdict.BAD:
                 return
     except errors.SlotTimeout as error:
-        yield Finding("trials", Verdict.BAD, str(error), "others have the slots", "jaxguard slots, then try again")
+        yield Finding("trials", Verdict.NOTE, str(error), "others have the slots, and trials wait", "try again later")
     except Exception as error:  # noqa: BLE001 – whatever a trial dies of here, it would die of in a study
         fact = f"{type(error).__name__}: {error}"
         yield Finding("trials", Verdict.BAD, fact, "guarded trials do not work here", "see the worker's words above")
 
 
-def where() -> dict[str, Any]:
+def doctors_trial() -> dict[str, Any]:
     """In a worker: the device that JAX sees."""
     import jax
 
@@ -69,7 +72,7 @@ def where() -> dict[str, Any]:
 
 def meet(folder: str, count: int) -> dict[str, Any]:
     """In a worker: wait until so many are there, so that they hold their slots at the same time."""
-    found = where()
+    found = doctors_trial()
     with open(os.path.join(folder, str(os.getpid())), "w", encoding="utf-8"):
         pass
     until = time.monotonic() + _MEETING_S
@@ -105,7 +108,7 @@ def _one_slot(guard: Guard) -> Finding:
     pids = set()
 
     def objective(trial: Any) -> float:
-        pids.add(guard(where)()["pid"])
+        pids.add(guard(doctors_trial)()["pid"])
         return float(trial.suggest_float("x", 0, 1))
 
     began = time.monotonic()

@@ -25,7 +25,8 @@ _LARGEST_PID, _LATEST = 1 << 31, 1 << 40
 def run(options: argparse.Namespace) -> int:
     """Print what there is; the exit status is 1 if there is none of the processes that were asked for."""
     view = look(options.pid)
-    print(json.dumps(view, indent=2) if options.json else as_text(view))  # noqa: T201 – this is what was asked for
+    text = json.dumps(view, indent=2) if options.json else as_text(view, options.pid)
+    print(text)  # noqa: T201 – this is what was asked for
     return 0 if view["parents"] or not options.pid else 1
 
 
@@ -33,12 +34,12 @@ def look(pids: list[int]) -> dict[str, Any]:
     """What is known at this moment, as plain data.
 
     Args:
-        pids: Parents or workers to look at; all if it is empty.
+        pids: Parents or workers to look at, or who has started them; all if it is empty.
     """
     kinds = {pid: _whereabouts.kinds(pid) for pid in _own_processes()}
     parents = [_parent(pid, kinds) for pid, of_it in kinds.items() if _whereabouts.PARENT in of_it]
     everybody = [call for parent in parents for call in parent["calls"]]
-    chosen = [parent for parent in parents if not pids or parent["pid"] in pids or _worker_pids(parent) & set(pids)]
+    chosen = [parent for parent in parents if not pids or _family(parent) & set(pids)]
     for parent in chosen:
         _add_stacks(parent)
         for call in parent["calls"]:
@@ -66,7 +67,7 @@ def _parent(pid: int, kinds: dict[int, set[str]]) -> dict[str, Any]:
     ]
     return {
         "pid": pid,
-        "command": _linux.command(pid),
+        "command": _command(pid),
         "state": _state(pid),
         "calls": calls,
         "keepers": [{"pid": keeper, "state": _state(keeper)} for keeper in keepers],
@@ -87,6 +88,7 @@ def _call(facts: dict[str, Any], work: dict[str, Any]) -> dict[str, Any]:
         "trial": trial if isinstance(trial, int) else None,
         "since": since if isinstance(since, int | float) and 0 <= since < _LATEST else None,
         "devices": [device for device in devices if isinstance(device, str)] if isinstance(devices, list) else [],
+        "phase_since": _phases.since(work) if has_worker else None,
         "phase": "waiting for a slot" if phase == "waiting" else _phases.in_words(work) if has_worker else phase,
         "worker": worker,
         "state": None if worker is None else _state(worker),
@@ -108,8 +110,24 @@ def _state(pid: int) -> str:
     return "X" if status is None else status.state
 
 
-def _worker_pids(parent: dict[str, Any]) -> set[int]:
-    return {call["worker"] for call in parent["calls"]}
+def _command(pid: int) -> str:
+    """What `ps` shows; of joblib's processes, the program that they belong to."""
+    command = _linux.command(pid)
+    status = _linux.status(pid)
+    if "popen_loky" in command and status is not None:
+        return f"a process of joblib, of {_linux.command(status.parent)}, pid {status.parent}"
+    return command
+
+
+def _family(parent: dict[str, Any]) -> set[int]:
+    """A parent, its workers, and those that have started it: joblib's processes are shown under their program too."""
+    found = {call["worker"] for call in parent["calls"]}
+    pid = parent["pid"]
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        status = _linux.status(pid)
+        pid = 0 if status is None else status.parent
+    return found
 
 
 def _add_stacks(parent: dict[str, Any]) -> None:
@@ -134,8 +152,11 @@ def _name_who_compiles(call: dict[str, Any], everybody: list[dict[str, Any]]) ->
 # ---------------------------------------------------------------- for people
 
 
-def as_text(view: dict[str, Any]) -> str:
+def as_text(view: dict[str, Any], pids: list[int] | None = None) -> str:
     """The same for people."""
+    if not view["parents"] and pids:
+        asked = " or ".join(map(str, pids))
+        return f"No guarded program of this user runs here as pid {asked}. jaxguard stacks shows all."
     if not view["parents"]:
         return "No guarded program of this user runs here (a program is seen from its first guarded call on)."
     return "\n\n".join(_parent_as_text(parent) for parent in view["parents"])
@@ -144,20 +165,23 @@ def as_text(view: dict[str, Any]) -> str:
 def _parent_as_text(parent: dict[str, Any]) -> str:
     lines = [f"{parent['command']} (pid {parent['pid']}{_state_in_words(parent['state'])})"]
     lines += [_indented(_call_as_line(call)) for call in parent["calls"]] or [_indented("no guarded call under way")]
+    for call in parent["calls"]:  # first: most of the time it is there
+        if call["worker"] is not None:
+            lines += ["", f"  Stacks of pid {call['worker']}, the worker of {_work(call)}:"]
+            lines.append(_indented(call["stacks"], 4))
     lines += ["", f"  Stacks of pid {parent['pid']}, the parent:", _indented(parent["stacks"], 4)]
     for keeper in parent["keepers"]:
         lines += ["", f"  Stacks of pid {keeper['pid']}, its keeper{_state_in_words(keeper['state'])}:"]
         lines.append(_indented(keeper["stacks"], 4))
-    for call in parent["calls"]:
-        if call["worker"] is not None:
-            lines += ["", f"  Stacks of pid {call['worker']}, the worker of {_work(call)}:"]
-            lines.append(_indented(call["stacks"], 4))
     return "\n".join(lines)
 
 
 def _call_as_line(call: dict[str, Any]) -> str:
     since = call["since"]
-    words = [_work(call), f": {_linux.printable(call['phase'])}"]
+    stopped = "stopped while " if call["state"] in {"T", "t"} else ""
+    words = [_work(call), f": {stopped}{_linux.printable(call['phase'])}"]
+    if call["phase_since"] is not None:
+        words.append(f" for {max(0.0, time.time() - call['phase_since']):.0f} s")
     words += [f", which pid {other['worker']} compiles ({_work(other)})" for other in call["compiled_by"]]
     if since is not None:
         words.append(f"; since {time.strftime('%H:%M:%S', time.localtime(since))}")

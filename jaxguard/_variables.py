@@ -95,7 +95,7 @@ def _odd_ones(env: dict[str, str]) -> Iterator[Finding]:
             "environment",
             Verdict.NOTE,
             f"{' and '.join(name.upper() for name in _caching.is_set_in(env))} is set",
-            "JAX's own cache is used as you have set it up; programs are not compiled once for all workers",
+            "JAX's own cache is as you have set it up, or off; programs are not compiled once for all workers",
             "unset it, to share programs through jaxguard",
         )
     wanted = [f"{name}={env[name]}" for name in _environment.THREADS if env.get(name, "").isdecimal()]

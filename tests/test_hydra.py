@@ -185,3 +185,30 @@ def test_the_optuna_sweeper(launcher: list[str], tmp_path: pathlib.Path, slots: 
     best = (tmp_path / "outputs" / "optimization_results.yaml").read_text()
     x, value = map(float, re.findall(r": ([0-9.e-]+)$", best, re.MULTILINE))
     assert value == pytest.approx((x - 0.3) ** 2, abs=1e-6)
+
+
+def test_the_page_works_by_pasting(tmp_path: pathlib.Path, slots: Callable[[int], None]) -> None:
+    """Each program of the how-to, saved under the name it is given there, and each command."""
+    slots(2)
+    page = (APP.parents[1] / "docs" / "how-to" / "hydra.md").read_text(encoding="utf-8")
+    programs = re.findall(r"This is\s+`(\w+\.py)`:.*?```python\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in programs] == ["tune.py", "study.py"]
+    for name, text in programs:
+        (tmp_path / name).write_text(text)
+    commands = re.findall(r"^\$ python (.*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([PLACE, os.environ.get("PYTHONPATH", "")])}
+    for command in [*commands, "study.py +highest=2"]:
+        done = subprocess.run(
+            [sys.executable, *command.split()],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "best value 0." in done.stdout
+    logs = [path.read_text() for path in tmp_path.rglob("tune.log")]
+    assert sorted(log.rpartition(" ")[2].strip() for log in logs) == sorted(["1.0", "2.0", "3.0", "4.0"] * 2)

@@ -79,7 +79,7 @@ def test_a_stuck_study(stuck_study: subprocess.Popen[str], capsys: pytest.Captur
     text = capsys.readouterr().out
     assert f"tune.py (pid {stuck_study.pid})" in text, "the script's name, however long its path"
     assert text.count("objective, trial ") >= 3
-    assert text.count("of study 'mnist': running; since ") == 2
+    assert text.count("of study 'mnist': running for ") == 2
     assert text.count("of study 'mnist': waiting for a slot; since ") == 1
     assert " on cpu:0 (worker pid " in text
     assert " on cpu:1 (worker pid " in text
@@ -263,6 +263,8 @@ def test_what_others_write_steers_no_terminal() -> None:
         "since": 0.0,
         "devices": [],
         "worker": None,
+        "state": None,
+        "phase_since": None,
         "compiled_by": [],
     }
     assert "\x1b" not in _stacks._call_as_line(call)
