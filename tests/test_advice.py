@@ -78,9 +78,13 @@ def start_jax(_: int) -> tuple[int, int]:
 
 
 def joblibs_processes_keep_jax(_: Any) -> None:
-    with joblib.parallel_config("loky", n_jobs=1):
+    from joblib.externals.loky import get_reusable_executor
+
+    try:
         first = joblib.Parallel(n_jobs=2)(joblib.delayed(start_jax)(n) for n in range(2))
         later = joblib.Parallel(n_jobs=2)(joblib.delayed(start_jax)(n) for n in range(2))
+    finally:  # they would live on into other tests, with the slots of this one
+        get_reusable_executor(reuse=True).shutdown(wait=True)
     assert {pid for pid, _ in later} & {pid for pid, _ in first}, "the same processes, which still have what they took"
     assert os.getpid() not in {pid for pid, _ in first}
 

@@ -69,7 +69,12 @@ def stuck_study(tmp_path: pathlib.Path, wait_until: Callable[..., None]) -> Iter
 
 
 def calls_of(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    parents = _stacks.look([process.pid])["parents"]
+    return calls_of_pid(process.pid)
+
+
+def calls_of_pid(pid: int) -> list[dict[str, Any]]:
+    """The calls of a process itself: joblib's processes are shown under their program, too."""
+    parents = [parent for parent in _stacks.look([pid])["parents"] if parent["pid"] == pid]
     return parents[0]["calls"] if parents else []
 
 
@@ -182,13 +187,12 @@ def test_who_compiles_what_and_who_waits_for_it(
     try:
 
         def told() -> list[str]:
-            (parent,) = _stacks.look([os.getpid()])["parents"] or [{"calls": []}]
-            return sorted(call["phase"].partition(" for ")[0] for call in parent["calls"])
+            return sorted(call["phase"].partition(" for ")[0] for call in calls_of_pid(os.getpid()))
 
         wait_until(lambda: told() == ["compiling long_step", "waiting"], f"one compiles, one waits; {told()}")
         assert main(["stacks", str(os.getpid())]) == 0
         text = capsys.readouterr().out
-        view = _stacks.look([os.getpid()])
+        seen = calls_of_pid(os.getpid())
     finally:
         # One reader after the other, whichever module it is: then the compilation goes on.
         readers = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in tmp_path.glob("*.txt")]
@@ -197,7 +201,7 @@ def test_who_compiles_what_and_who_waits_for_it(
         for reader in readers:
             os.close(reader)
     assert not any(thread.is_alive() for thread in threads)
-    calls = {call["phase"].partition(" for ")[0]: call for call in view["parents"][0]["calls"]}
+    calls = {call["phase"].partition(" for ")[0]: call for call in seen}
     compiles, waits = calls["compiling long_step"], calls["waiting"]
     assert [other["worker"] for other in waits["compiled_by"]] == [compiles["worker"]]
     assert compiles["compiled_by"] == []
