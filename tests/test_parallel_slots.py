@@ -27,10 +27,11 @@ reuses = pytest.mark.parametrize("reuse", [False, True], ids=["fresh", "warm"])
 
 @pytest.fixture(autouse=True)
 def no_idle_pool() -> Iterator[None]:
-    """End joblib's pool after each test: its processes keep the environment, and so the slots, of their test."""
-    yield
+    """End joblib's pool before and after each test: its processes keep the environment, and so the slots, of theirs."""
     from joblib.externals.loky import get_reusable_executor
 
+    get_reusable_executor(reuse=True).shutdown(wait=True)
+    yield
     get_reusable_executor(reuse=True).shutdown(wait=True)
 
 
