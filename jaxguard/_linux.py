@@ -157,6 +157,15 @@ def is_pending(pid: int, thread: int, number: int) -> bool:
     return _mask(f"/proc/{pid}/task/{thread}/status", b"SigPnd:") >> (number - 1) & 1 == 1
 
 
+def switches(pid: int, thread: int) -> bytes:
+    """How often a thread has come off its core, as proc(5) tells; the same words mean that it has not run meanwhile."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+            return b"".join(line for line in file if b"ctxt_switches" in line)
+    except OSError:
+        return b""
+
+
 def blocks(pid: int, thread: int, number: int) -> bool:
     """Say whether a thread has a signal blocked."""
     return _mask(f"/proc/{pid}/task/{thread}/status", b"SigBlk:") >> (number - 1) & 1 == 1

@@ -41,7 +41,9 @@ _LARGE = 1 << 20
 _CAREFUL_S, _AT_ONCE_S, _POLL_S = 0.5, 0.3, 0.001
 """How long an answer may take, of a process and of a thread, and the time between two looks."""
 _OTHERS_S = 3.0
-_QUIET_LOOKS, _LOOKS_FOR_SLEEP = 3, 20
+_QUIET_LOOKS = 3
+_ASLEEP_S, _WINDOWS = 0.03, 4
+"""Longer than Python's switch interval: a thread that has slept so long does not wait for the GIL."""
 _TITLE = "Stack (most recent call first):"
 _NO_FRAMES = "  <no Python frame>"
 _OWN_FRAME = re.compile(r'jaxguard/_worker\.py", line \d+ in _do$')
@@ -193,11 +195,11 @@ def _read(file: int, pid: int, wait: Callable[[float], object]) -> str:
     is_careful = _linux.catches(pid, CAREFUL)
     if is_careful and (stacks := _read_one(file, pid, pid, CAREFUL, _CAREFUL_S, wait)):
         return stacks
-    found, running = [], 0
+    found, running, asleep = [], 0, _asleep(pid, wait)
     for thread in _linux.threads(pid):
         if _linux.blocks(pid, thread, AT_ONCE) or _linux.waits_for_a_signal(pid, thread):
             continue
-        if not (is_careful and thread == pid) and not _sleeps(pid, thread, wait):
+        if not (is_careful and thread == pid) and thread not in asleep:
             running += 1
             continue
         stack = _read_one(file, pid, thread, AT_ONCE, _AT_ONCE_S, wait).removeprefix(_TITLE).lstrip("\n")
@@ -208,13 +210,20 @@ def _read(file: int, pid: int, wait: Callable[[float], object]) -> str:
     return "\n\n".join(found) or why_silent(pid)
 
 
-def _sleeps(pid: int, thread: int, wait: Callable[[float], object]) -> bool:
-    """Say whether a thread is in a system call; one that comes and goes is met there sooner or later."""
-    for _ in range(_LOOKS_FOR_SLEEP):
-        if (status := _linux.status(pid, thread)) is None or status.state in "SD":
-            return True
-        wait(_POLL_S)
-    return False
+def _asleep(pid: int, wait: Callable[[float], object]) -> set[int]:
+    """The threads that sleep in a system call, and have done so for a while: one that waits for the GIL does not."""
+    asleep: set[int] = set()
+    for _ in range(_WINDOWS):
+        before = {thread: _linux.switches(pid, thread) for thread in _linux.threads(pid) if thread not in asleep}
+        until = time.monotonic() + _ASLEEP_S
+        while before and time.monotonic() < until:
+            wait(_POLL_S)
+        asleep |= {
+            thread
+            for thread, count in before.items()
+            if getattr(_linux.status(pid, thread), "state", "X") in "SD" and _linux.switches(pid, thread) == count
+        }
+    return {thread for thread in asleep if getattr(_linux.status(pid, thread), "state", "X") in "SD"}
 
 
 def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wait: Callable[[float], object]) -> str:

@@ -40,7 +40,7 @@ def stay(folder: str) -> str:
     (pathlib.Path(folder) / "here").write_text(str(os.getpid()))
     until = time.monotonic() + _PATIENCE_S
     while not (pathlib.Path(folder) / "go").exists() and time.monotonic() < until:
-        time.sleep(0.01)
+        time.sleep(0.2)
     return folder
 
 
