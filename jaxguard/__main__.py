@@ -149,7 +149,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ),
     )
     doctor.add_argument("module", nargs="*", help="also import these modules of yours, and say whether one starts JAX")
-    doctor.add_argument("--quick", action="store_true", help="look only, and start no worker")
+    doctor.add_argument("--quick", action="store_true", help="look only: start no trial")
     doctor.add_argument("--log-compiles", action="store_true", help="show what JAX logs of its compilations")
     doctor.add_argument("--json", action="store_true", help="print it as JSON, for scripts")
     doctor.set_defaults(command=_doctor)

@@ -20,7 +20,7 @@ Check = Callable[[], Iterator[Finding]]
 def of_all() -> Iterator[Finding]:
     """All findings of all checks; one that fails itself is a finding too."""
     for check in ALL:
-        name = check.__name__.replace("_", " ").strip()
+        name = check.__name__
         try:
             yield from check()
         except (errors.JaxguardError, ValueError) as error:  # what a guarded call would raise as well

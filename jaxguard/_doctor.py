@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import builtins
+import contextlib
 import dataclasses
+import importlib
 import json
 import os
-import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import _checks, _devices, _rehearsal
+from . import _checks, _devices, _jax_state, _rehearsal, _settings, errors
 from ._findings import Finding, Verdict
+from ._isolated_worker import isolated_jax_worker
+from .testing import fake_slots
 
 _VERSION = 1
 _IMPORT_S = 300.0
-_IMPORT = """
-import builtins, sys
-sys.path.insert(0, "")
-from jaxguard import _jax_state
-real, found = builtins.__import__, []
-def watched(name, globals=None, locals=None, fromlist=(), level=0):
-    absolute = name if level == 0 else ((globals or {}).get("__package__") or "") + "." + name
-    is_new = absolute not in sys.modules
-    module = real(name, globals, locals, fromlist, level)
-    # Not at the imports of JAX itself: some of them happen while it starts, under its own lock.
-    if is_new and not found and _is_the_users(absolute.partition(".")[0]) and _jax_state.threads_of_xla():
-        found.append(absolute)
-    return module
-def _is_the_users(first):
-    return not first.startswith(("jax", "numpy", "ml_dtypes")) and first not in sys.stdlib_module_names
-builtins.__import__ = watched
-import importlib
-importlib.import_module(sys.argv[1])
-builtins.__import__ = real
-print(sys.argv[2] + ((found or sys.argv[1:])[0] + _jax_state.starters() if _jax_state.started() else ""))
-"""
-"""Run in a process of its own: imports a module, and prints which import started JAX, if one did."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,37 +38,73 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _findings(options: argparse.Namespace) -> Iterator[Finding]:
-    bad = False
-    for finding in (*map(_imported, options.module), *_checks.of_all()):
-        bad = bad or finding.verdict is Verdict.BAD
-        yield finding
+    yield from map(_imported, options.module)
+    yield from _checks.of_all()
     if not options.quick:
         yield from _rehearsal.steps(log_compiles=options.log_compiles)
 
 
 def _imported(module: str) -> Finding:
     """Whether importing a module of the user's starts JAX, which costs a parent its GPUs."""
-    module, mark = module.removesuffix(".py"), f"jaxguard-{secrets.token_hex(6)} "  # the module may print, too
-    words = [sys.executable, "-c", _IMPORT, module, mark]
+    module = module.removesuffix(".py")
+    do = f"python -c 'import {module}', in the directory of your program"
+    guard = isolated_jax_worker(timeout=_IMPORT_S, compile_cache="off")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
-    except subprocess.TimeoutExpired:
-        why = "each worker imports it too, and waits as long"
-        return Finding("import", Verdict.BAD, f"{module} is not imported within {_IMPORT_S:.0f} s", why)
-    answer = [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
-    if not answer:
-        last = (done.stderr.strip().splitlines() or [f"it ends the program (exit code {done.returncode})"])[-1]
-        do = f"python -c 'import {module}', in the directory of your program"
-        return Finding("import", Verdict.BAD, f"{module} cannot be imported: {last}", "workers import it too", do)
-    if answer[-1]:
+        # On a slot that is nobody else's: nobody is waited for. Not inline: JAX would start here. Its words are no JSON.
+        with _without_inline(), fake_slots(1), contextlib.redirect_stdout(sys.stderr):
+            starter = guard(starter_of_jax)(module, os.getcwd())
+    except errors.WorkerTimeout as error:
+        return Finding("import", Verdict.BAD, str(error), "each worker imports it too, and waits as long", do)
+    except errors.WorkerDied as error:
+        how = f"exit code {error.exit_code}" if error.signal is None else f"signal {error.signal}"
+        fact = f"{module} cannot be imported: it ends the program ({how})"
+        return Finding("import", Verdict.BAD, fact, "workers import it too", do)
+    except Exception as error:  # noqa: BLE001 – a module may raise anything
+        fact = f"{module} cannot be imported: {type(error).__name__}: {error}"
+        return Finding("import", Verdict.BAD, fact, "workers import it too", do)
+    if starter:
         return Finding(
             "import",
             Verdict.BAD if _on_gpus() else Verdict.NOTE,
-            f"importing {module} starts JAX: {answer[-1]}",
+            f"importing {module} starts JAX: {starter}",
             "in a parent on a GPU it takes that GPU's memory, and trials cannot have it",
             "make arrays inside of functions, or start the parent with JAX_PLATFORMS=cpu (workers still get GPUs)",
         )
     return Finding("import", Verdict.OK, f"{module} can be imported and leaves JAX unstarted")
+
+
+def starter_of_jax(module: str, folder: str) -> str:
+    """In a worker: import a module, and name the import that started JAX, with arrays that are left; empty if none."""
+    real, found = builtins.__import__, [module]
+
+    def watched(name: str, scope: Any = None, local: Any = None, wanted: Any = (), level: int = 0) -> Any:
+        absolute = name if level == 0 else f"{(scope or {}).get('__package__') or ''}.{name}"
+        is_new = absolute not in sys.modules
+        loaded = real(name, scope, local, wanted, level)
+        # Not at the imports of JAX itself: some of them happen while it starts, under its own lock.
+        first = absolute.partition(".")[0]
+        users = not first.startswith(("jax", "numpy", "ml_dtypes")) and first not in sys.stdlib_module_names
+        if is_new and users and len(found) == 1 and _jax_state.threads_of_xla():
+            found.append(absolute)
+        return loaded
+
+    sys.path.insert(0, folder)
+    builtins.__import__ = watched  # type: ignore[assignment]
+    try:
+        importlib.import_module(module)
+    finally:
+        builtins.__import__ = real
+    return found[-1] + _jax_state.starters() if _jax_state.started() else ""
+
+
+@contextlib.contextmanager
+def _without_inline() -> Iterator[None]:
+    before = os.environ.pop(_settings.INLINE, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_settings.INLINE] = before
 
 
 def _on_gpus() -> bool:

@@ -374,6 +374,35 @@ def test_a_setting_that_is_not_valid_is_a_finding(
     assert "JAXGUARD_DEVICES='cpu' is not valid" in found(view, "devices", "bad")["fact"]
 
 
+def test_a_module_that_is_not_imported_in_time(
+    examine: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """It says where the import is, and what the module has started does not hold it up."""
+    text = "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ndef here():\n    time.sleep(600)\nhere()\n"
+    (tmp_path / "user_module.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_doctor, "_IMPORT_S", 1.0)
+    fact = found(examine("--quick", "user_module"), "import", "bad")["fact"]
+    assert "ran longer than timeout=1 s" in fact
+    assert "in here" in fact
+
+
+def test_a_doctor_that_is_killed_leaves_no_import_behind(
+    tmp_path: pathlib.Path, wait_until: Callable[..., None]
+) -> None:
+    """The process that imports goes with it."""
+    note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    text = f"import os, pathlib, time\n{note}\ntime.sleep(600)\n"
+    (tmp_path / "user_module.py").write_text(text)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([PLACE, os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-m", "jaxguard", "doctor", "--quick", "user_module"]
+    with subprocess.Popen(words, cwd=tmp_path, env=env) as process:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it imports")
+        process.kill()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: getattr(_linux.status(pid), "state", "X") in "ZX", "its end")
+
+
 def test_a_finding_for_people() -> None:
     """The verdict first; why it matters and what to type below."""
     finding = Finding("slots", Verdict.BAD, "held", "others wait", "kill 7")
