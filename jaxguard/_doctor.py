@@ -50,7 +50,7 @@ def _imported(module: str) -> Finding:
     do = f"python -c 'import {module}', in the directory of your program"
     guard = isolated_jax_worker(timeout=_IMPORT_S, compile_cache="off")
     try:
-        # On a slot that is nobody else's: nobody is waited for. Not inline: JAX would start here. Its words are no JSON.
+        # On a slot that is nobody else's: no wait. Not inline, or JAX would start here. What it prints is no JSON.
         with _without_inline(), fake_slots(1), contextlib.redirect_stdout(sys.stderr):
             starter = guard(starter_of_jax)(module, os.getcwd())
     except errors.WorkerTimeout as error:
