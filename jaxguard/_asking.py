@@ -93,7 +93,7 @@ def _queue(
     found = _line.wait(running.name, request, options.slot_timeout, attempt, running.wake, running.check, facts, ours)
     taken = found if isinstance(found, _leases.Lease) else found.lease
     taken.waited_s = time.monotonic() - began
-    taken.tell(**{**facts, "since": time.time()}, phase="running")
+    taken.tell(**_facts(running), phase="running")
     return found
 
 

@@ -186,9 +186,7 @@ def _wait_for(calls: list[Call]) -> None:
 
 def _end_by(number: int, calls: list[Call]) -> None:
     _wait_for(calls)
-    libc = _linux.libc()
-    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc.signal(number, None)  # SIG_DFL: this thread may not use signal.signal
+    _linux.set_handler(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
@@ -258,8 +256,7 @@ def _nudge_the_main_thread() -> None:
     if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
         # A signal that is ignored interrupts no system call: give it a handler that does nothing (`abs`).
         libc = _linux.libc()
-        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        libc.signal(signal.SIGURG, ctypes.cast(libc.abs, ctypes.c_void_p))
+        _linux.set_handler(signal.SIGURG, libc.abs)
         libc.siginterrupt(signal.SIGURG, 1)
     ident = threading.main_thread().ident
     if ident is not None:

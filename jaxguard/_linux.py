@@ -119,10 +119,14 @@ def status(pid: int, thread: int | None = None) -> Status | None:
     return Status(words[0].decode(), int(words[1]), int(words[3]), int(words[19]))
 
 
-def ignore(number: int) -> None:
-    """Have a signal ignored, from any thread; `signal.signal` may be used in the main thread only."""
+def set_handler(number: int, handler: Any) -> None:
+    """Set what a signal does, from any thread: SIG_DFL, SIG_IGN, or a function of the C library.
+
+    `signal.signal` may be used in the main thread only.
+    """
     libc().signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc().signal(number, ctypes.c_void_p(int(signal.SIG_IGN)))
+    address = int(handler) if isinstance(handler, int) else ctypes.cast(handler, ctypes.c_void_p)
+    libc().signal(number, address)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -187,6 +191,18 @@ def own_pid(pid: int) -> int:
             return next((int(line.split()[-1]) for line in file if line.startswith(b"NSpid:")), pid)
     except OSError:
         return pid
+
+
+def state(pid: int, thread: int | None = None) -> str:
+    """The state of a process, or of one of its threads, as one letter; X if there is none."""
+    found = status(pid, thread)
+    return "X" if found is None else found.state
+
+
+def identity(descriptor: int) -> tuple[int, int]:
+    """Which file a descriptor stands for: one that is closed and opened again is another one."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def owner(pid: int) -> int | None:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import _descriptors
+from . import _descriptors, _linux
 
 _NAME = "jaxguard-{}"
 _TARGET = re.compile(r"/memfd:jaxguard-([a-z0-9-]+) \(deleted\)")
@@ -30,7 +30,7 @@ class Record:
     def __init__(self, word: str, facts: dict[str, Any], file: int | None = None) -> None:
         """Make a record under a word, or go on in the memory file of one that another process has made."""
         self._file = new_file(word) if file is None else file
-        self._identity = _identity(self._file)
+        self._identity = _linux.identity(self._file)
         self._facts: dict[str, Any] = {}
         self.tell(**facts)
 
@@ -39,7 +39,9 @@ class Record:
         with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
             self._facts.update({name: cut(value) for name, value in facts.items()})
             try:
-                if self._file >= 0 and _identity(self._file) == self._identity:  # not closed by a user who closes all
+                if (
+                    self._file >= 0 and _linux.identity(self._file) == self._identity
+                ):  # not closed by a user who closes all
                     os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
             except (OSError, ValueError):  # a limit on files, or no memory: nobody's work shall fail for want of words
                 pass
@@ -49,11 +51,6 @@ class Record:
         with _descriptors.creating():
             file, self._file = self._file, -1
             _descriptors.close(file)
-
-
-def _identity(file: int) -> tuple[int, int]:
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino
 
 
 def new_file(word: str) -> int:

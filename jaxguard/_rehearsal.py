@@ -8,6 +8,7 @@ Each step is bounded, and what fails is a finding.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -100,11 +101,22 @@ def compile_new(constant: float) -> None:
     jax.jit(rehearsal_step)(jax.numpy.ones((32, 32))).block_until_ready()
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna says nothing of trials that go well."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
 def _one_slot(guard: Guard) -> Finding:
     import optuna
 
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     pids = set()
 
     def objective(trial: Any) -> float:
@@ -112,10 +124,8 @@ def _one_slot(guard: Guard) -> Finding:
         return float(trial.suggest_float("x", 0, 1))
 
     began = time.monotonic()
-    try:
+    with _quiet():
         optuna.create_study().optimize(objective, n_trials=_TRIALS)
-    finally:
-        optuna.logging.set_verbosity(verbosity)
     took = time.monotonic() - began
     if len(pids) < _TRIALS or os.getpid() in pids:
         fact = f"{_TRIALS} trials ran in {len(pids)} processes"
@@ -150,20 +160,16 @@ def _so_many_slots(guard: Guard, count: int) -> Finding:
 def _one_program(guard: Guard, count: int) -> Finding:
     import optuna
 
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     constant = secrets.randbits(20) / 2**20
-    study = optuna.create_study()
 
     @guard
     def objective(trial: Any) -> float:
         compile_new(constant)
         return float(trial.number)
 
-    try:
+    with _quiet():
+        study = optuna.create_study()
         study.optimize(objective, n_trials=max(2, count), n_jobs=max(2, count))
-    finally:
-        optuna.logging.set_verbosity(verbosity)
     rows = [
         (trial.user_attrs["jaxguard"]["pid"], row)
         for trial in study.trials

@@ -68,9 +68,9 @@ def _parent(pid: int, kinds: dict[int, set[str]]) -> dict[str, Any]:
     return {
         "pid": pid,
         "command": _command(pid),
-        "state": _state(pid),
+        "state": _linux.state(pid),
         "calls": calls,
-        "keepers": [{"pid": keeper, "state": _state(keeper)} for keeper in keepers],
+        "keepers": [{"pid": keeper, "state": _linux.state(keeper)} for keeper in keepers],
     }
 
 
@@ -91,7 +91,7 @@ def _call(facts: dict[str, Any], work: dict[str, Any]) -> dict[str, Any]:
         "phase_since": _phases.since(work) if has_worker else None,
         "phase": "waiting for a slot" if phase == "waiting" else _phases.in_words(work) if has_worker else phase,
         "worker": worker,
-        "state": None if worker is None else _state(worker),
+        "state": None if worker is None else _linux.state(worker),
         "programs": [
             {name: _text(program.get(name)) for name in ("doing", "function", "key")}
             for program in (programs if isinstance(programs, list) else [])
@@ -103,11 +103,6 @@ def _call(facts: dict[str, Any], work: dict[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _state(pid: int) -> str:
-    status = _linux.status(pid)
-    return "X" if status is None else status.state
 
 
 def _command(pid: int) -> str:

@@ -74,29 +74,24 @@ def answer(file: int) -> None:
     """Let threads of this process write where they are, at once, into a file."""
     global _answers  # noqa: PLW0603 – a fact about this process
     # Ignored from when the interpreter ends faulthandler: a signal on its way then must not end the process.
-    _linux.ignore(AT_ONCE)
+    _linux.set_handler(AT_ONCE, signal.SIG_IGN)
     faulthandler.register(AT_ONCE, file=file, all_threads=False)
     _answers = True
 
 
 def answer_carefully(file: int) -> None:
     """Let the main thread, which must call this, write where all threads are, between two of its steps."""
-    identity = _identity(file)
+    identity = _linux.identity(file)
 
     def write(_: int, frame: types.FrameType | None) -> None:
         try:  # nothing of this may reach the user's code, in whose middle it runs
-            if _identity(file) == identity:  # else the user has closed it, and the number is another file's
+            if _linux.identity(file) == identity:  # else the user has closed it, and the number is another file's
                 os.write(file, _all_stacks(frame).encode("utf-8", "backslashreplace"))
         except Exception:  # noqa: BLE001, S110 – whoever asked gets an answer in the other way
             pass
 
     signal.signal(CAREFUL, write)
     signal.siginterrupt(CAREFUL, False)  # no native code shall find its system calls interrupted
-
-
-def _identity(file: int) -> tuple[int, int]:
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino
 
 
 def answer_here(kind: str) -> None:
@@ -155,7 +150,7 @@ def read(file: int, pid: int | None, wait: Callable[[float], object] = time.slee
         pid: The process, which cannot have been replaced by another one meanwhile.
         wait: Waits for so many seconds.
     """
-    if pid is None or not _linux.catches(pid, AT_ONCE) or _state(pid) in _SILENT or not _has(pid, file):
+    if pid is None or not _linux.catches(pid, AT_ONCE) or _linux.state(pid) in _SILENT or not _has(pid, file):
         return why_silent(pid)
     _be_alone(file, wait)
     try:
@@ -166,7 +161,7 @@ def read(file: int, pid: int | None, wait: Callable[[float], object] = time.slee
 
 def _has(pid: int, file: int) -> bool:
     """Say whether a process still has a file: one that has closed all its files would write into another one."""
-    identity = _identity(file)
+    identity = _linux.identity(file)
     for _, _, path in _files(pid):
         try:
             found = os.stat(path)
@@ -221,9 +216,9 @@ def _asleep(pid: int, wait: Callable[[float], object]) -> set[int]:
         asleep |= {
             thread
             for thread, count in before.items()
-            if getattr(_linux.status(pid, thread), "state", "X") in "SD" and _linux.switches(pid, thread) == count
+            if _linux.state(pid, thread) in "SD" and _linux.switches(pid, thread) == count
         }
-    return {thread for thread in asleep if getattr(_linux.status(pid, thread), "state", "X") in "SD"}
+    return {thread for thread in asleep if _linux.state(pid, thread) in "SD"}
 
 
 def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wait: Callable[[float], object]) -> str:
@@ -234,7 +229,7 @@ def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wai
     _linux.signal_thread(pid, thread, number)
     until = time.monotonic() + limit_s
     quiet = 0
-    while quiet < _QUIET_LOOKS and time.monotonic() < until and _state(pid) not in _SILENT:
+    while quiet < _QUIET_LOOKS and time.monotonic() < until and _linux.state(pid) not in _SILENT:
         wait(_POLL_S)
         now = os.fstat(file).st_size
         done = now == size and (now > before or (number == AT_ONCE and not _linux.is_pending(pid, thread, number)))
@@ -243,14 +238,9 @@ def _read_one(file: int, pid: int, thread: int, number: int, limit_s: float, wai
     return from_the_job_on(os.pread(file, max(0, size - before), before).decode("utf-8", "backslashreplace"))
 
 
-def _state(pid: int) -> str:
-    status = _linux.status(pid)
-    return "X" if status is None else status.state
-
-
 def why_silent(pid: int | None) -> str:
     """Say, in parentheses, why a process gives no stacks."""
-    state = "X" if pid is None else _state(pid)
+    state = "X" if pid is None else _linux.state(pid)
     return f"(no stacks: {_STATES.get(state, 'it does not answer, or not yet')})"
 
 
