@@ -81,7 +81,6 @@ class Worker:
         self._env = setup.env
         self._picture = setup.picture
         self._first_memory_bytes = 0
-        self._tail = _output.Tail()
         self._oom_before = _oom.counts()
         self._condemned = False
         self._owner = os.getpid()
@@ -89,7 +88,7 @@ class Worker:
         self._pipe = _frames.PollingPipe(self._started.pipe)
         self._lease_env = {**lease_env, _settings.RUN: self._started.mark}
         setup.env.update(self._lease_env)
-        self._outputs = {fd: _output.Output(name, self._tail) for fd, name in self._started.outputs.items()}
+        self._outputs = _output.Outputs(self._started.outputs)
         self._pipe_open = True
         self._answer: _frames.Frame | None = None
         self._closed = False
@@ -144,7 +143,7 @@ class Worker:
         while not self.ended and time.monotonic() < until:
             self._wait(100)
             self._hear()
-        self._drain()
+        self._outputs.drain()
 
     def end(self) -> None:
         """End an idle worker the normal way; return when nothing of it is left."""
@@ -188,15 +187,13 @@ class Worker:
 
     def drain(self) -> None:
         """Pass on what an idle worker prints, so that it is not blocked."""
-        for descriptor, output in list(self._outputs.items()):
-            if not output.pass_on(descriptor):
-                del self._outputs[descriptor]
+        self._outputs.pass_on(self._outputs.descriptors)
         self._hear()
 
     @property
     def descriptors(self) -> list[int]:
         """What to poll while the worker is idle."""
-        return [self._started.line.fileno(), *self._outputs]
+        return [self._started.line.fileno(), *self._outputs.descriptors]
 
     # ------------------------------------------------------------ the loop
 
@@ -233,9 +230,7 @@ class Worker:
 
     def _step(self, talk: Talk, limit_ms: float, *, deaf: bool = False) -> None:
         ready = self._wait(limit_ms)
-        for descriptor, output in list(self._outputs.items()):
-            if descriptor in ready and not output.pass_on(descriptor):
-                del self._outputs[descriptor]
+        self._outputs.pass_on(ready)
         event = ready.get(self._pipe_number, 0)
         try:
             if event & select.POLLOUT:
@@ -263,7 +258,7 @@ class Worker:
             poll.register(self._pipe_number, select.POLLIN | (select.POLLOUT if self._pipe.unwritten else 0))
         if not self.ended:
             poll.register(self._started.line, select.POLLIN)
-        for descriptor in self._outputs:
+        for descriptor in self._outputs.descriptors:
             poll.register(descriptor, select.POLLIN)
         return dict(poll.poll(limit_ms))
 
@@ -295,7 +290,7 @@ class Worker:
         if kind == _keeper.ENDED:
             self._status = os.waitstatus_to_exitcode(number)
         elif kind == _keeper.FAILED:
-            self._tail.append(b"fork failed: " + text)
+            self._outputs.tail.append(b"fork failed: " + text)
         else:
             self._keeper_gone = True
             _orphans.sweep(self._started.mark)
@@ -303,16 +298,12 @@ class Worker:
 
     def _last_words(self, talk: Talk) -> None:
         """The worker is gone: take what is still in the pipes."""
-        self._drain()
+        self._outputs.drain()
         if self._pipe_open and not self._answered:
             try:
                 self._read_pipe(talk, deaf=True)
             except _frames.Closed:
                 pass
-
-    def _drain(self) -> None:
-        for descriptor, output in list(self._outputs.items()):
-            output.pass_on(descriptor, limit=1 << 20)
 
     # ------------------------------------------------------------ what came of it
 
@@ -324,7 +315,7 @@ class Worker:
         if self._answer is None:
             how = None if self._keeper_gone else self._status
             raise _deaths.died(
-                self._subject(talk), how, self._tail.text(), self._oom_before, keeper_gone=self._keeper_gone
+                self._subject(talk), how, self._outputs.tail.text(), self._oom_before, keeper_gone=self._keeper_gone
             )
         talk.facts = _answers.facts_of(self._answer)
         self._note_trust(talk.facts)

@@ -5,10 +5,35 @@ from __future__ import annotations
 import codecs
 import os
 import sys
+from collections.abc import Container
 
 from . import _whereabouts
 
 _KEPT_BYTES = 16000
+
+
+class Outputs:
+    """All that a worker writes, until each stream has come to its end."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.tail = Tail()
+        self._open = {descriptor: Output(name, self.tail) for descriptor, name in names.items()}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to poll."""
+        return list(self._open)
+
+    def pass_on(self, ready: Container[int]) -> None:
+        """Pass on what is there on those that are ready."""
+        for descriptor, output in list(self._open.items()):
+            if descriptor in ready and not output.pass_on(descriptor):
+                del self._open[descriptor]
+
+    def drain(self) -> None:
+        """Pass on all that a worker has left that is gone."""
+        for descriptor, output in self._open.items():
+            output.pass_on(descriptor, limit=1 << 20)
 
 
 class Tail:
