@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,7 +184,9 @@ def test_a_held_slot(
 ) -> None:
     """It is noted with its holder; trials that wait for it in vain are noted."""
     monkeypatch.setattr(_rehearsal, "_SLOT_TIMEOUT_S", 0.5)
+    began = time.monotonic()
     view = examine()
+    assert time.monotonic() - began < _rehearsal._MEETING_S / 2, "nobody waits for one who could not come"
     assert found(view, "slots", "note")["fact"].startswith(f"cpu:0 is held by pid {holder.pid} (`python")
     assert " held" in found(view, "trials", "note")["fact"]
     assert not view["bad"], "a host that is busy is not ill"
@@ -372,6 +375,20 @@ def test_a_setting_that_is_not_valid_is_a_finding(
     monkeypatch.setenv("JAXGUARD_DEVICES", "cpu")
     view = examine()
     assert "JAXGUARD_DEVICES='cpu' is not valid" in found(view, "devices", "bad")["fact"]
+
+
+def test_inline_starts_no_jax_in_the_doctor(run_python: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    """A module is imported in a worker also where guarded functions are to run here."""
+    (tmp_path / "user_module.py").write_text("import jax.numpy as jnp\nKEY = jnp.ones(3)\n")
+    code = """
+from jaxguard import _jax_state
+from jaxguard.__main__ import main
+main(["doctor", "--quick", "user_module"])
+print("started:", _jax_state.started())
+"""
+    done = run_python(code, env={"JAXGUARD_INLINE": "1"}, cwd=tmp_path).check()
+    assert "importing user_module starts JAX: user_module" in done.stdout
+    assert done.stdout.splitlines()[-1] == "started: False"
 
 
 def test_a_module_that_is_not_imported_in_time(

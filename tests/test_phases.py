@@ -99,6 +99,35 @@ def test_a_worker_that_is_stopped_meets_its_timeout(
     assert isolated_jax_worker(lambda: 5, slot_timeout=30)() == 5
 
 
+def test_a_stopped_keeper_is_woken_to_end_a_worker(
+    staying: Callable[..., phases.Caller], slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call whose time is up does not wait for whoever has stopped its keeper."""
+    monkeypatch.setattr("jaxguard._deadlines.GRACE_S", 0.3)
+    slots(1)
+    caller = staying("running", timeout=3)
+    status = _linux.status(caller.worker)
+    assert status is not None
+    os.kill(status.parent, signal.SIGSTOP)
+    caller.join(30)
+    assert not caller.is_alive()
+    assert isinstance(caller.error, jaxguard.WorkerTimeout)
+    assert _linux.status(caller.worker) is None
+    assert isolated_jax_worker(lambda: 5, slot_timeout=30)() == 5
+
+
+def test_a_stopped_keeper_is_woken_to_start_a_worker(
+    slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that gets no worker says so, wakes its keeper, and goes on."""
+    monkeypatch.setattr("jaxguard._deadlines.NO_PID_S", 0.5)
+    slots(1)
+    keeper = isolated_jax_worker(os.getppid)()
+    os.kill(keeper, signal.SIGSTOP)
+    assert isolated_jax_worker(os.getppid, slot_timeout=30)() == keeper
+    assert "has no worker after" in caplog.text
+
+
 def test_a_trial_and_its_devices_are_named(slots: Callable[[int], None]) -> None:
     """The error of a trial's worker has the number of the trial and the device, in words and as fields."""
     import optuna
