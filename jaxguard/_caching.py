@@ -17,7 +17,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _descriptors, _flights, _jax_state, _programs, _recompiles, _settings, _store, errors
+from . import _descriptors, _flights, _jax_state, _linux, _programs, _recompiles, _settings, _store, errors
 from ._gpus import Device
 
 logger = logging.getLogger("jaxguard")
@@ -171,7 +171,7 @@ class Cache:
         self.watch = _programs.Watch()
         self._plan = plan
         self._devices = devices
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal handler of the user's may compile
         self._is_open = False
         self._aside = False
         self._flights: _flights.Flights | None = None
@@ -201,6 +201,8 @@ class Cache:
                     store.tidy()
                     self._flights = _flights.Flights(store, str(self._plan.private))
             except (errors.JaxguardError, OSError) as error:
+                if _linux.is_a_users(error):
+                    raise
                 reason = str(error) if isinstance(error, errors.JaxguardError) else error.strerror or str(error)
                 self._notes.append(_lost(reason, self._plan))
                 jax.config.update(_DIRECTORY, None)
@@ -253,7 +255,7 @@ class Cache:
 
     def forsake(self) -> None:
         """In a forked child: what is open here is its parent's."""
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal handler of the user's may compile
         self._flights = None
         self._aside = True
         if self._plan.private is not None:

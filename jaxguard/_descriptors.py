@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from . import _linux
+
 _owned: set[int] = set()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Owned sockets: in a child these objects must not close their number once more, which is another file's by then."""
@@ -58,8 +60,9 @@ def close(*descriptors: int) -> None:
             _owned.discard(descriptor)
             try:
                 os.close(descriptor)
-            except OSError:  # closed by a fork's clean-up, or by a user who closes everything
-                pass
+            except OSError as error:  # closed by a fork's clean-up, or by a user who closes everything
+                if _linux.is_a_users(error):
+                    raise
 
 
 def close_socket(connection: socket.socket) -> None:

@@ -15,6 +15,8 @@ import shutil
 import zlib
 from typing import Any
 
+from . import _linux
+
 SUFFIX = "-cache"
 """How the names of JAX's entries end; before it stand the function's name and the key."""
 SEAL = "seal.json"
@@ -48,6 +50,8 @@ def is_whole(file: io.BufferedReader | io.BytesIO) -> bool:
     try:
         while not stream.eof and (chunk := file.read(_CHUNK_BYTES)):
             stream.decompress(chunk)
+    except OSError:  # it could not be read, or a user's time limit struck
+        raise
     except Exception:  # noqa: BLE001 – each library has its own
         return False
     return bool(stream.eof)
@@ -101,7 +105,9 @@ def link(source: str, target: str) -> None:
         pass
     except FileNotFoundError:
         raise
-    except OSError:
+    except OSError as error:
+        if _linux.is_a_users(error):
+            raise
         beside = f"{target}.{secrets.token_hex(8)}"
         shutil.copyfile(source, beside)
         os.rename(beside, target)  # nobody reads half of it

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from . import _descriptors, _entries, _phases, _store
+from . import _descriptors, _entries, _linux, _phases, _store
 from ._programs import Program
 
 _LONGEST_WAIT_S = 1200.0
@@ -31,7 +31,7 @@ class Flights:
     def __init__(self, store: _store.Store, private: str) -> None:
         self._store = store
         self._private = private
-        self._flights: dict[tuple[int, int], int] = {}
+        self._flights: dict[tuple[int, Program], int] = {}
         """Those that are under way, by thread and program."""
         self._lost: set[str] = set()
 
@@ -51,31 +51,33 @@ class Flights:
             elif not self._fetch(program) and not self._store.is_marked(program.key):
                 self._take_flight(program, program.key)
         except OSError as error:
-            self._lose(error)
+            if _linux.is_a_users(error):
+                raise
+            self._lost.add(os.strerror(error.errno or 0))
 
     def after(self, program: Program) -> None:
         """Publish what was compiled, and let the flight go."""
-        flight = self._flights.pop(_place(program), None)
         try:
             if program.asked and not program.hit and not program.failed:
                 self._keep(program)
         except _entries.Torn:
             self._lost.add("a program could not be written whole (is the disk full?)")
         except OSError as error:
-            self._lose(error)
+            if _linux.is_a_users(error):
+                raise
+            self._lost.add(os.strerror(error.errno or 0))
         finally:
-            if flight is not None:
-                _descriptors.close(flight)
+            self._let_go(program)
 
     def end_all(self) -> None:
         """Let go of what JAX has never told the end of: after a job nothing is compiled."""
         while self._flights:
             _descriptors.close(self._flights.popitem()[1])
 
-    def _lose(self, error: OSError) -> None:
-        if error.errno is None:  # not the system's: a signal handler of the user's raised it while we waited
-            raise error
-        self._lost.add(os.strerror(error.errno))
+    def _let_go(self, program: Program) -> None:
+        if (flights := self._flights.get(_place(program))) is not None:
+            self._store.end_flight(flights)  # first, and still known: whatever a user's signal handler interrupts
+            _descriptors.close(self._flights.pop(_place(program)))
 
     def _fetch(self, program: Program) -> bool:
         seal = self._store.fetch(program.key or "", self._private)
@@ -86,12 +88,23 @@ class Flights:
         return seal is not None
 
     def _take_flight(self, program: Program, key: str) -> None:
+        busy = any(thread == threading.get_ident() for thread, _ in list(self._flights))
+        taken = False
+        try:
+            flights = self._flights[_place(program)] = self._store.open_flights()
+            taken = self._wait_for_turn(flights, program, key, busy=busy)
+            taken = taken and not self._fetch(program)  # else the one before us has published it
+        finally:
+            if not taken:
+                self._let_go(program)
+
+    def _wait_for_turn(self, flights: int, program: Program, key: str, *, busy: bool) -> bool:
+        """Wait until nobody else compiles a program; say whether it is to be compiled here, and nowhere else."""
         began, poll_s, said = time.monotonic(), _SHORTEST_POLL_S, False
-        while (flight := self._store.take_flight(key)) is None:
+        while not self._store.take_flight(flights, key):
             waited = time.monotonic() - began
-            if any(thread == threading.get_ident() for thread, _ in list(self._flights)):
-                # This thread compiles another one already: it waits for nobody.
-                return
+            if busy:  # this thread compiles another one already: it waits for nobody
+                return False
             if poll_s == _SHORTEST_POLL_S:
                 _phases.program(id(program), program.function, key, _phases.WAITING)
             if waited > _LONGEST_WAIT_S:
@@ -99,7 +112,7 @@ class Flights:
                 logger.warning(
                     "jaxguard: waited %.0f s for another worker to compile a program; compiling it here", waited
                 )
-                return
+                return False
             if waited > _SAY_SO_S and not said:
                 said = True
                 logger.warning(
@@ -110,11 +123,9 @@ class Flights:
                 )
             time.sleep(poll_s)
             if self._fetch(program):
-                return
+                return False
             poll_s = min(_LONGEST_POLL_S, 1.5 * poll_s)
-        self._flights[_place(program)] = flight
-        if self._fetch(program):  # the one before us has published it
-            _descriptors.close(self._flights.pop(_place(program)))
+        return True
 
     def _keep(self, program: Program) -> None:
         key = program.key
@@ -132,5 +143,5 @@ class Flights:
                 self._store.mark(key, "JAX does not store it")
 
 
-def _place(program: Program) -> tuple[int, int]:
-    return threading.get_ident(), id(program)
+def _place(program: Program) -> tuple[int, Program]:
+    return threading.get_ident(), program

@@ -11,14 +11,14 @@ from . import _descriptors, _linux, errors
 def make(folder: str) -> None:
     """Make a directory, and those above it, for this user alone, whatever the umask says."""
     missing = []
-    while not os.path.isdir(folder):
+    while not _linux.is_directory(folder):
         missing.append(folder)
         folder = os.path.dirname(folder)
     for path in reversed(missing):
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:  # made by another at the same time; else it is no directory
-            if not os.path.isdir(path):
+            if not _linux.is_directory(path):
                 raise
 
 

@@ -14,6 +14,7 @@ import re
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 from typing import Any, NamedTuple
@@ -114,7 +115,9 @@ def status(pid: int, thread: int | None = None) -> Status | None:
     try:
         with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             words = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except OSError as error:
+        if is_a_users(error):
+            raise
         return None
     return Status(words[0].decode(), int(words[1]), int(words[3]), int(words[19]))
 
@@ -197,6 +200,38 @@ def state(pid: int, thread: int | None = None) -> str:
     """The state of a process, or of one of its threads, as one letter; X if there is none."""
     found = status(pid, thread)
     return "X" if found is None else found.state
+
+
+def is_a_users(error: BaseException) -> bool:
+    """Say whether not the system has raised an error, but a signal handler of the user's, which Python runs anywhere.
+
+    Such a handler is a user's time limit, and what it raises is mostly a TimeoutError: an OSError without a number.
+    """
+    return isinstance(error, OSError) and error.errno is None
+
+
+def is_directory(path: str) -> bool:
+    """Say whether there is a directory; `os.path.isdir` would swallow a user's time limit."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: str) -> bool:
+    """The same of a file."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_there(path: str) -> bool:
+    """The same of anything, a link that leads nowhere too."""
+    return _mode(path, follow_symlinks=False) != 0
+
+
+def _mode(path: str, *, follow_symlinks: bool = True) -> int:
+    try:
+        return os.stat(path, follow_symlinks=follow_symlinks).st_mode
+    except OSError as error:
+        if is_a_users(error):
+            raise
+        return 0
 
 
 def identity(descriptor: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ _WORTH_TELLING_S = 0.05
 logger = logging.getLogger("jaxguard")
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One program that was compiled or loaded."""
 

@@ -43,8 +43,9 @@ class Record:
                     self._file >= 0 and _linux.identity(self._file) == self._identity
                 ):  # not closed by a user who closes all
                     os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
-            except (OSError, ValueError):  # a limit on files, or no memory: nobody's work shall fail for want of words
-                pass
+            except OSError as error:  # a limit on files, or no memory: nobody's work shall fail for want of words
+                if _linux.is_a_users(error):
+                    raise
 
     def close(self) -> None:
         """Withdraw the record."""

@@ -113,7 +113,9 @@ class Store:
             path = os.path.join(self._workers, name)
             try:
                 descriptor = _folders.open_file(os.path.join(path, _ALIVE))
-            except OSError:  # being removed
+            except OSError as error:  # being removed
+                if _linux.is_a_users(error):
+                    raise
                 continue
             try:
                 if _linux.lock_range(descriptor, 0, 1):
@@ -126,7 +128,7 @@ class Store:
     def fetch(self, key: str, into: str) -> dict[str, Any] | None:
         """Put a program where JAX looks for it; return its seal, or None if there is none that is whole."""
         folder = self._entry(key)
-        if not os.path.isdir(folder):  # asked first: it may be published in the next moment
+        if not _linux.is_directory(folder):  # asked first: it may be published in the next moment
             return None
         found = _entries.sealed(folder)
         if found is None:
@@ -170,19 +172,21 @@ class Store:
             seal = {"sha256": digest, "bytes": os.path.getsize(path), **facts}
             with open(os.path.join(building, _entries.SEAL), "w", encoding="utf-8") as file:
                 json.dump(seal, file)
-            if os.path.isfile(self._entry(key)):  # nothing of ours
+            if _linux.is_file(self._entry(key)):  # nothing of ours
                 os.unlink(self._entry(key))
             os.rename(building, self._entry(key))
-        except OSError:
+        except OSError as error:
+            if _linux.is_a_users(error):
+                raise
             shutil.rmtree(building, ignore_errors=True)
-            if not os.path.isdir(self._entry(key)):  # else another was faster, with the same program
+            if not _linux.is_directory(self._entry(key)):  # else another was faster, with the same program
                 raise
         return True
 
     def publish_all(self, private: str) -> None:
         """The same for all that JAX wrote, for a JAX that does not tell which program is which."""
         for name in os.listdir(private):
-            if (key := _entries.key_of(name)) is not None and not os.path.isdir(self._entry(key)):
+            if (key := _entries.key_of(name)) is not None and not _linux.is_directory(self._entry(key)):
                 self.publish(key, private)
 
     def discard(self, key: str, private: str | None = None) -> None:
@@ -193,7 +197,9 @@ class Store:
         grave = os.path.join(self._workers, f".gone-{secrets.token_hex(8)}")
         try:
             os.rename(self._entry(key), grave)
-        except OSError:  # somebody else has done it
+        except OSError as error:  # somebody else has done it
+            if _linux.is_a_users(error):
+                raise
             return
         shutil.rmtree(grave, ignore_errors=True)
 
@@ -205,7 +211,9 @@ class Store:
             try:
                 files = [os.stat(os.path.join(path, name)) for name in os.listdir(path)]
                 yield Entry(key, path, sum(found.st_size for found in files), os.stat(path).st_mtime)
-            except OSError:  # removed in this moment
+            except OSError as error:  # removed in this moment
+                if _linux.is_a_users(error):
+                    raise
                 continue
 
     def is_sound(self, entry: Entry) -> bool:
@@ -232,18 +240,27 @@ class Store:
                 for key in os.listdir(marks):
                     if not self.is_marked(key):
                         os.unlink(os.path.join(marks, key))
-        except (filelock.Timeout, OSError):  # another does it, or there is something that is not ours: no harm
+        except filelock.Timeout:  # another does it
             pass
+        except OSError as error:  # there is something that is not ours: no harm
+            if _linux.is_a_users(error):
+                raise
 
     # ------------------------------------------------------------ who compiles, and what cannot be kept
 
-    def take_flight(self, key: str) -> int | None:
-        """Become the one who compiles a program: a descriptor to close when it is done, or None if somebody is."""
-        descriptor = _folders.open_file(os.path.join(self.path, "flights"))
-        if _linux.lock_range(descriptor, int(key[:15], 16), 1):
-            return descriptor
-        _descriptors.close(descriptor)
-        return None
+    def open_flights(self) -> int:
+        """Open the file in which flights are taken, for one of them: it lasts until the descriptor is closed."""
+        return _folders.open_file(os.path.join(self.path, "flights"))
+
+    @staticmethod
+    def take_flight(flights: int, key: str) -> bool:
+        """Become the one who compiles a program, unless somebody is."""
+        return _linux.lock_range(flights, int(key[:15], 16), 1)
+
+    @staticmethod
+    def end_flight(flights: int) -> None:
+        """Let another be the one, before the file is closed."""
+        _linux.unlock_range(flights, 0, 0)
 
     def mark(self, key: str, why: str) -> None:
         """Note that nobody shall wait for a program: JAX does not store it."""
@@ -285,4 +302,4 @@ def kinds(root: str) -> list[str]:
         names = os.listdir(os.path.join(root, _LAYOUT))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(name for name in names if os.path.isdir(os.path.join(root, _LAYOUT, name, "entries")))
+    return sorted(name for name in names if _linux.is_directory(os.path.join(root, _LAYOUT, name, "entries")))

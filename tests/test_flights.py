@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import threading
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import raising
 
-from jaxguard import _descriptors, _flights, _store
+from jaxguard import _descriptors, _flights, _phases, _records, _store
 from jaxguard._programs import Program
 
 if TYPE_CHECKING:
@@ -62,10 +64,11 @@ def workers(tmp_path: pathlib.Path) -> Iterator[list[Worker]]:
 
 
 def flight_is_free(worker: Worker, key: str) -> bool:
-    flight = worker.store.take_flight(key)
-    if flight is not None:
+    flight = worker.store.open_flights()
+    try:
+        return worker.store.take_flight(flight, key)
+    finally:
         _descriptors.close(flight)
-    return flight is not None
 
 
 def test_one_compiles_and_the_others_wait_for_it(workers: list[Worker]) -> None:
@@ -92,9 +95,10 @@ def test_a_program_that_is_there_takes_no_flight(workers: list[Worker]) -> None:
     """Loading happens side by side."""
     first, second, third = workers
     first.compiles(first.needs(KEY))
-    flight = third.store.take_flight(KEY)
+    flight = third.store.open_flights()
+    assert third.store.take_flight(flight, KEY)
     assert second.needs(KEY).fetched
-    _descriptors.close(flight or -1)
+    _descriptors.close(flight)
 
 
 def test_the_wait_is_bounded(
@@ -162,11 +166,12 @@ def test_what_jax_does_not_store_is_marked(workers: list[Worker]) -> None:
     program = first.needs(KEY)
     first.flights.after(program)
     assert program.stored is False
-    flight = third.store.take_flight(KEY)
+    flight = third.store.open_flights()
+    assert third.store.take_flight(flight, KEY)
     began = time.monotonic()
     assert not second.needs(KEY).fetched
     assert time.monotonic() - began < 20, "it did not wait"
-    _descriptors.close(flight or -1)
+    _descriptors.close(flight)
 
 
 def test_a_directory_that_cannot_be_written_is_no_reason_for_a_mark(
@@ -217,3 +222,50 @@ def test_a_forked_child_keeps_no_flight(workers: list[Worker]) -> None:
         os.waitpid(pid, 0)
         for descriptor in (hears, says, waits):
             os.close(descriptor)
+
+
+def test_what_a_signal_handler_raises_comes_out_of_a_wait(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's time limit, wherever it strikes while a worker waits for another, is not taken for an error of ours."""
+    for name, value in {"_LONGEST_WAIT_S": 0.5, "_SHORTEST_POLL_S": 0.0001, "_LONGEST_POLL_S": 0.0002}.items():
+        monkeypatch.setattr(_flights, name, value)
+    first, second, _ = workers
+    program = first.needs(KEY)
+    record = _records.new_file("work-of-a-test")
+    _phases.begin("of-a-test", record)
+    try:
+        places = list(raising.everywhere(lambda: second.needs(KEY), most=600))
+    finally:
+        _phases._after_fork_in_child()
+        _descriptors.close(record)
+    assert sum("in fetch" in place for place in places) > 3, "it looked, and looked again"
+    assert not second.flights._flights, "it has let go of its flight"
+    first.compiles(program)
+    second.needs(KEY)
+    assert second.has(KEY)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_what_a_signal_handler_raises_while_a_program_is_kept_comes_out(workers: list[Worker]) -> None:
+    """The same when it is compiled and published: another worker compiles it if it was not, and need not wait."""
+    first, second, _ = workers
+    keys: list[str] = []
+
+    def compile_another() -> None:
+        keys.append(f"{len(keys):015x}".ljust(64, "0"))
+        first.compiles(first.needs(keys[-1]))
+
+    places = []
+    for place in raising.everywhere(compile_another, most=3000):
+        places.append(place)
+        first.flights.end_all()
+        assert not keys or flight_is_free(second, keys[-1]), place
+        for left in pathlib.Path(first.private).iterdir():  # as each run has to have the same lines
+            if left.name.startswith(".new-"):
+                shutil.rmtree(left)
+            elif left.name.endswith("-cache"):
+                left.unlink()
+    assert {"publish", "end_flight"} <= {place.rpartition(" ")[2] for place in places}, "it came to its end"
+    second.needs(keys[-1])
+    assert second.has(keys[-1])

@@ -465,15 +465,13 @@ def test_marks_expire(store: _store.Store) -> None:
 
 def test_one_flight_for_each_program(store: _store.Store) -> None:
     """One at a time for a program, side by side for two; free again when it is closed."""
-    first = store.take_flight(KEY)
-    assert first is not None
-    assert store.take_flight(KEY) is None
-    other = store.take_flight(OTHER)
-    assert other is not None
+    first, second, third = (store.open_flights() for _ in range(3))
+    assert store.take_flight(first, KEY)
+    assert not store.take_flight(second, KEY)
+    assert store.take_flight(third, OTHER)
     _descriptors.close(first)
-    again = store.take_flight(KEY)
-    assert again is not None
-    _descriptors.close(again, other)
+    assert store.take_flight(second, KEY)
+    _descriptors.close(second, third)
 
 
 @pytest.fixture(autouse=True)
