@@ -74,12 +74,16 @@ class Sighting:
             with _descriptors.creating():
                 line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
                 _descriptors.own_socket(line)
-        except OSError:  # no descriptor is left: the locks decide without
+        except OSError as error:  # no descriptor is left: the locks decide without
+            if _linux.is_a_users(error):
+                raise
             return None
         try:
             line.connect(f"\0{self.name}")
-        except OSError:
+        except OSError as error:
             _descriptors.close_socket(line)
+            if _linux.is_a_users(error):
+                raise
             return None
         return line
 
@@ -100,8 +104,9 @@ def hung_up(connection: socket.socket) -> bool:
         connection.recv(1)
     except BlockingIOError:
         return False
-    except OSError:
-        pass
+    except OSError as error:
+        if _linux.is_a_users(error):
+            raise
     return True
 
 

@@ -64,8 +64,15 @@ def opened(hold: Hold) -> Iterator[None]:
 
 def enter(guard: object, opened: AbstractContextManager[T]) -> T:
     """Enter what a guard opened for a `with`, on this thread's own list: a guard itself keeps nothing."""
+    entered: list[Any] = _here.__dict__.setdefault("entered", [])
+    entry = guard, opened
     value = opened.__enter__()
-    _here.__dict__.setdefault("entered", []).append((guard, opened))
+    try:
+        entered.append(entry)
+    except BaseException as error:  # a user's time limit: then the `with` has not begun, and will not end it
+        entered[:] = [other for other in entered if other is not entry]
+        opened.__exit__(type(error), error, error.__traceback__)
+        raise
     return value
 
 

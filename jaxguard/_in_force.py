@@ -43,18 +43,23 @@ def outside(name: str) -> str | None:
 @contextmanager
 def in_force(variables: dict[str, str], jax_settings: dict[str, Any]) -> Iterator[None]:
     """Put variables and JAX's configuration in force for the duration of the block."""
-    with _turn:
-        for name in variables:
-            _outside.setdefault(name, os.environ.get(name))
-        _said.append(variables)
-        os.environ.update(variables)
     before: dict[str, Any] = {}
     try:
+        with _turn:
+            for name in variables:
+                _outside.setdefault(name, os.environ.get(name))
+            _said.append(variables)
+            os.environ.update(variables)
         before = _configure_jax(jax_settings)
         yield
     finally:
-        _unsay(variables)
-        _configure_jax(before)
+        try:
+            _unsay(variables)
+        except BaseException:  # a user's time limit: what it came in between of is done after all
+            _unsay(variables)
+            raise
+        finally:
+            _configure_jax(before)
 
 
 def _unsay(variables: dict[str, str]) -> None:

@@ -214,7 +214,8 @@ def _uninstall() -> None:
     """
     for number in _SIGNALS:
         if signal.getsignal(number) is _on_signal:
-            signal.signal(number, _previous[number].pop())
+            signal.signal(number, _previous[number][-1])
+            _previous[number].pop()  # after that: a user's time limit may come between
 
 
 def _have_handlers() -> None:

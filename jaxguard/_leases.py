@@ -97,7 +97,9 @@ class Lease:
             while True:
                 try:
                     connection, _ = beacon.accept()
-                except OSError:  # nobody else is at the door
+                except OSError as error:  # nobody else is at the door
+                    if _linux.is_a_users(error):
+                        raise
                     break
                 connection.setblocking(False)
                 _descriptors.own_socket(connection)

@@ -52,12 +52,14 @@ def open_locks(*, make: bool = True) -> int:
     try:
         if folder is not None:
             _prepare(folder, make=make and os.geteuid() == 0)
-        elif (reason := _unusable(NULL, os.lstat(NULL) if os.path.lexists(NULL) else None)) is not None:
+        elif (reason := _unusable(NULL, os.lstat(NULL) if _linux.is_there(NULL) else None)) is not None:
             path, flags = _own_file(reason), os.O_NOFOLLOW
         with _descriptors.creating():
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
             _descriptors.own(descriptor)
     except OSError as error:
+        if _linux.is_a_users(error):
+            raise
         raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
     if folder is not None:
         try:
@@ -199,6 +201,8 @@ def _own_file(reason: str) -> str:
             raise errors.JaxguardError(_cannot(path, f"{folder} is not a directory of this user alone"))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
+        if _linux.is_a_users(error):
+            raise
         raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
     if not _excludes(path):
         raise errors.JaxguardError(_cannot(path, "its file system has no open-file-description locks"))
@@ -226,7 +230,7 @@ def _prepare(folder: str, *, make: bool) -> None:
     """Make the directory and its file, where this process may; check that nobody but root can exchange them."""
     path = os.path.join(folder, _FILE)
     missing = _check_folders(folder)
-    if not make or os.path.lexists(path):
+    if not make or _linux.is_there(path):
         if missing:
             raise errors.JaxguardError(_refused(folder, f"{missing[-1]} is not there"))
         return
@@ -248,6 +252,8 @@ def _prepare(folder: str, *, make: bool) -> None:
     except FileExistsError:
         pass  # another process of root was faster
     except OSError as error:
+        if _linux.is_a_users(error):
+            raise
         raise errors.JaxguardError(_cannot(path, error.strerror or str(error))) from error
 
 
@@ -264,6 +270,8 @@ def _check_folders(folder: str) -> list[str]:
         except FileNotFoundError:
             missing.append(part)
         except OSError as error:
+            if _linux.is_a_users(error):
+                raise
             raise errors.JaxguardError(_refused(folder, f"{part}: {error.strerror}")) from error
         else:
             if not stat.S_ISDIR(found.st_mode):

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -14,10 +15,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import raising
 from test_devices import Driver, Script, four_cards, no_cards  # noqa: F401 - fixtures
 
 import jaxguard
-from jaxguard import _gpu_slot, _holds, _jax_state, gpu_slot, isolated_jax_worker
+from jaxguard import _gpu_slot, _holds, _interrupts, _jax_state, _line, gpu_slot, isolated_jax_worker
 
 if TYPE_CHECKING:
     import pathlib
@@ -132,6 +134,45 @@ def test_an_enter_that_breaks_half_way(monkeypatch: pytest.MonkeyPatch, slots: C
         patch.setattr(_gpu_slot, "_jax_settings", broken)
         with pytest.raises(BodyError):
             run(how, gpu_slot(), lambda: None)
+    assert free()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files and sockets that were just opened
+def test_a_users_time_limit_strikes_in_the_enter(slots: Callable[[int], None]) -> None:
+    """What a signal handler raises there comes out as it is, and takes no slot along, nor anything else."""
+    slots(1)
+    before = dict(os.environ)
+    guard = gpu_slot(slot_timeout=0)
+    places = []
+    for place in raising.everywhere(lambda: guard.__enter__() and None, most=3000):
+        places.append(place)
+        assert dict(os.environ) == before, place
+        assert free(), place
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, place
+        for stood in _interrupts._previous.values():  # what was begun to be installed stands there twice
+            stood.clear()
+    guard.__exit__(None, None, None)
+    assert any("in _install" in place for place in places)
+    assert any("in _configure_jax" in place for place in places)
+    assert free()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_users_time_limit_ends_a_wait(slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it strikes while somebody else holds the slot, it is not taken for an error of ours."""
+    slots(1)
+    monkeypatch.setattr(_line, "_LOOK_AGAIN_S", 0.0001)
+    monkeypatch.setattr(_line, "_LOOK_SELDOM_S", 0.0001)
+
+    def wait() -> None:
+        with gpu_slot(slot_timeout=10):
+            pytest.fail("there is a slot")
+
+    with Script(HOLD) as other:
+        assert other.hear() == "held"
+        places = list(raising.everywhere(wait, most=2000))
+        assert len(places) == 2000
+        assert sum("in sleep" in place for place in places) > 2, "it looked again and again"
     assert free()
 
 
