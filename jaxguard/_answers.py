@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from . import _calls, _exceptions, _frames, errors
+from . import _calls, _exceptions, _frames, _linux, errors
 
 DONE, EXCEPTION = b"D", b"X"
 _TRAVELS = "Return arrays, numbers, text, and containers or importable classes of them."
@@ -20,6 +20,8 @@ def result(value: object, name: str) -> _calls.Packed:
     try:
         return _calls.pack(value, plain=True)
     except Exception as error:
+        if _linux.is_a_users(error):
+            raise
         text = f"the result of {name}, of type {type(value).__name__}, cannot travel to the caller: {error}. {_TRAVELS}"
         raise TypeError(text) from error
 
@@ -52,6 +54,8 @@ def take(frame: _frames.Frame, name: str) -> Any:
     try:
         return _calls.unpack(body, frame.descriptors)
     except Exception as error:
+        if _linux.is_a_users(error):
+            raise
         kind = type(error).__name__
         text = f"the result of {name} travelled, but cannot be unpickled here: {kind}: {error}. {_TRAVELS}"
         raise errors.RemoteError(text, type=kind, text=str(error)) from error

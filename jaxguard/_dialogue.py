@@ -103,15 +103,16 @@ class Worker:
             WorkerDied: If the worker ended without an answer.
             WorkerTimeout: If it took longer than `talk.timeout`.
         """
-        key = hashlib.blake2b(function.data, digest_size=16).digest()
-        if key in self._known:
-            _descriptors.close(*function.descriptors)
-        else:
-            self._known.append(key)
-            self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
-        job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
-        self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
+        self.trusted, self._answer = False, None  # until it has answered, whatever comes between
         try:
+            key = hashlib.blake2b(function.data, digest_size=16).digest()
+            if key in self._known:
+                _descriptors.close(*function.descriptors)
+            else:
+                self._pipe.put(_worker.FUNCTION, key + function.data, function.descriptors)
+                self._known.append(key)
+            job = _worker.Job(talk.roots.call, talk.name, key, _calls.Packed(arguments.data, []), last)
+            self._pipe.put(_worker.JOB, pickle.dumps(job), arguments.descriptors)
             return self._judge(talk, self._converse(talk, to_the_end=last))
         except BaseException:
             if not self.ended and (last or self._condemned or not self._answered):
@@ -123,8 +124,8 @@ class Worker:
         env = env | self._lease_env
         news = env if env != self._env else None, picture if picture != self._picture else None
         if news != (None, None):
-            self._env, self._picture = env, picture
             self._pipe.put(_worker.CHANGED, pickle.dumps(news))
+            self._env, self._picture = env, picture
 
     def kill(self) -> None:
         """Have the keeper end the worker at once; the thread that talks to it sees it end. Callable from anywhere."""
@@ -203,7 +204,6 @@ class Worker:
         Returns:
             The error to be raised, if the time was up.
         """
-        self._answer = None
         deadlines = _deadlines.Deadlines(talk.timeout)
         late: errors.WorkerTimeout | None = None
         while not self.ended and not (self._answered and not to_the_end):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import _descriptors
+from . import _descriptors, _linux
 
 _HEADER = struct.Struct("!cQB")
 _CHUNK = 1 << 20
@@ -115,8 +115,9 @@ class PollingPipe:
     def put(self, kind: bytes, data: bytes, descriptors: list[int] | None = None) -> None:
         """Queue a frame. The descriptors belong to the pipe now, which closes them once they are sent."""
         passed = descriptors or []
-        self._outgoing.append((memoryview(_HEADER.pack(kind, len(data), len(passed))), passed))
-        self._outgoing.append((memoryview(data), []))
+        header = _HEADER.pack(kind, len(data), len(passed))
+        # In one step: no signal handler that raises comes between, and leaves half a frame.
+        self._outgoing.extend(((memoryview(header), passed), (memoryview(data), [])))
 
     @property
     def unwritten(self) -> bool:
@@ -143,6 +144,8 @@ class PollingPipe:
             except OSError as error:
                 _descriptors.close(*descriptors)
                 self._forget_outgoing()
+                if _linux.is_a_users(error):
+                    raise
                 raise Closed from error
             _descriptors.close(*descriptors)
             if sent < len(view):
@@ -164,7 +167,9 @@ class PollingPipe:
                 data, descriptors = _receive(self.connection, _CHUNK)
             except BlockingIOError:
                 break
-            except (Closed, OSError):
+            except (Closed, OSError) as error:
+                if _linux.is_a_users(error):
+                    raise
                 closed = True
                 break
             self._descriptors += descriptors

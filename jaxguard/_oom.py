@@ -5,8 +5,9 @@ Sources: the kernel's cgroup-v2 documentation (`memory.events`), cgroup-v1 (`mem
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
+
+from . import _linux
 
 _ADVICE = "Make the model or the batch smaller, or run fewer trials at a time"
 _UNLIMITED = 1 << 60
@@ -58,14 +59,16 @@ def _group() -> str | None:
     try:
         with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
             rows = [row.rstrip("\n").split(":", 2) for row in file if row.count(":") > 1]
-    except OSError:
+    except OSError as error:
+        if _linux.is_a_users(error):
+            raise
         return None
     for controllers, base in (("memory", "/sys/fs/cgroup/memory"), ("", "/sys/fs/cgroup")):
         for _, names, path in rows:
             if controllers in names.split(","):
                 # In a container the path may be that of the host, and the group itself be mounted at the base.
                 for folder in (base + path.rstrip("/"), base):
-                    if os.path.exists(f"{folder}/memory.{'oom_control' if controllers else 'events'}"):
+                    if _linux.is_there(f"{folder}/memory.{'oom_control' if controllers else 'events'}"):
                         return folder
     return None
 
@@ -87,5 +90,7 @@ def _number(path: str, name: str) -> int | None:
         with open(path, encoding="ascii") as file:
             rows = (row.split() for row in file)
             return next((int(row[1]) for row in rows if len(row) == 2 and row[0] == name), None)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if _linux.is_a_users(error):
+            raise
         return None

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Container
 
-from . import _whereabouts
+from . import _linux, _whereabouts
 
 _KEPT_BYTES = 16000
 
@@ -66,7 +66,9 @@ class Output:
                 data = os.read(descriptor, 1 << 16)
             except BlockingIOError:
                 return True
-            except OSError:
+            except OSError as error:
+                if _linux.is_a_users(error):
+                    raise
                 data = b""
             text = self._decoder.decode(data, final=not data)
             if text:
@@ -75,8 +77,9 @@ class Output:
                     stream = getattr(sys, self._name)
                     stream.write(text)
                     stream.flush()
-                except Exception:  # noqa: BLE001, S110 – closed, or gone with its terminal: the trial is worth more
-                    pass
+                except Exception as error:  # closed, or gone with its terminal: the trial is worth more
+                    if _linux.is_a_users(error):
+                        raise
             if not data:
                 return False
         return True

@@ -22,6 +22,7 @@ from . import (
     _environment,
     _in_force,
     _inherited,
+    _linux,
     _settings,
     _starting,
     _trials,
@@ -118,6 +119,8 @@ def _pack(value: object, suspect: Callable[[], Any], name: str, roots: _trials.R
     try:
         return _calls.pack(value, plain=False, replace=roots.replace)
     except Exception as error:
+        if _linux.is_a_users(error):
+            raise
         raise TypeError(_diagnosis.explain(suspect(), name, error, roots.replace)) from error
 
 

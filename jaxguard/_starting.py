@@ -49,6 +49,8 @@ _PRELOADED = ("numpy", "jax", "jax.numpy", "filelock", "cloudpickle")
 _PRELOADED_IF_USED = ("optuna", "optax", "flax.nnx", "equinox", "orbax.checkpoint")
 """Imports that take long and start neither JAX nor threads."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_ENDING_S = 0.5
+"""How long a process that has closed its sockets takes to be gone, at most."""
 GONE = b"-"
 """Stands for the word of a keeper that says nothing any more."""
 
@@ -70,6 +72,7 @@ class Started:
         self.pipe, self.line = pipe, line
         self._worker_pidfd = -1
         self.mark = keeper.mark
+        self._keeper = keeper
         self.keeper_pid = keeper.pid
         self.outputs = {stdout: "stdout", stderr: "stderr"}
         line.setblocking(False)
@@ -80,7 +83,7 @@ class Started:
             keeper.order(way, [*there, self.stacks, self.phases, *lease.descriptors])
         except BaseException as error:
             self.close()
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or _linux.is_a_users(error):
                 raise
             text = f"no worker could be started: the keeper (pid {keeper.pid}) is gone ({error}). Call again."
             raise errors.WorkerDied(text) from error
@@ -93,8 +96,12 @@ class Started:
             message = self.line.recv(512)
         except BlockingIOError:
             return b"", 0, b""
-        except OSError:
+        except OSError as error:
+            if _linux.is_a_users(error):
+                raise
             message = b""
+        if not message and not self._keeper.is_gone():
+            return _keeper.ENDED, 0, b""  # it had said so, when a user's time limit came between
         kind, rest = message[:1] or GONE, message[1:]
         number = struct.unpack("i", rest)[0] if kind in {_keeper.STARTED, _keeper.ENDED} else 0
         return kind, number, rest
@@ -105,8 +112,9 @@ class Started:
             with _descriptors.creating():
                 self._worker_pidfd = os.pidfd_open(pid)
                 _descriptors.own(self._worker_pidfd)
-        except OSError:  # gone already, or no descriptor is left
-            pass
+        except OSError as error:  # gone already, or no descriptor is left
+            if _linux.is_a_users(error):
+                raise
 
     def wait_for_worker(self) -> None:
         """Wait until a worker whose keeper is gone is gone too, with all that it had open."""
@@ -118,8 +126,9 @@ class Started:
         with _descriptors.creating():  # not while it is closed: its number may be a stranger's a moment later
             try:
                 self.line.send(order)
-            except OSError:  # the keeper is gone, and the worker with it
-                pass
+            except OSError as error:  # the keeper is gone, and the worker with it
+                if _linux.is_a_users(error):
+                    raise
 
     def wake_keeper(self) -> None:
         """A keeper that somebody has stopped ends nobody."""
@@ -209,6 +218,10 @@ class _KeeperOfThisProcess:
     def alive(self) -> bool:
         return not _linux.wait_readable(self._pidfd, 0)
 
+    def is_gone(self) -> bool:
+        """Say whether it has ended; one that has closed its lines is given a moment to."""
+        return self._pidfd < 0 or _linux.wait_readable(self._pidfd, _ENDING_S)
+
     def order(self, way: bytes, descriptors: list[int]) -> None:
         socket.send_fds(self._control, [way, " ".join(preload()).encode()], descriptors)
 
@@ -220,7 +233,8 @@ class _KeeperOfThisProcess:
         except ChildProcessError:
             pass
         _descriptors.close_socket(self._control)
-        _descriptors.close(self._pidfd)
+        pidfd, self._pidfd = self._pidfd, -1
+        _descriptors.close(pidfd)
 
 
 def kill_keeper(pid: int) -> None:

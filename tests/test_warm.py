@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import raising
 from test_devices import Script
 
 import jaxguard
@@ -174,6 +176,7 @@ def test_an_idle_worker_is_retired(
 
 
 FOREIGN = """
+import itertools
 import os
 from jaxguard import gpu_slot
 print("ready"); input()
@@ -344,3 +347,51 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 assert pid() == mine
 """).check()
+
+
+# ---------------------------------------------------------------- a user's own time limit
+
+
+def told(number: int) -> tuple[int, str]:
+    """Give back what it got, and what it finds in its environment."""
+    return number, os.environ["NUMBER"]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.usefixtures("stays")
+def test_a_users_time_limit_ends_a_call_and_spoils_none(
+    slots: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a signal handler raises, it comes out of that call; and the next one has an answer, its own."""
+    slots(1)
+    guarded = isolated_jax_worker(told, reuse=True, timeout=20, slot_timeout=60)
+    numbers = itertools.count()
+
+    def call(number: int) -> None:
+        monkeypatch.setenv("NUMBER", str(number))
+        assert guarded(number) == (number, str(number))
+
+    call(next(numbers))
+    places = []
+    for place in raising.everywhere(
+        lambda: call(next(numbers)), most=1000, code=r"jaxguard/_(dialogue|frames|guard)\.py"
+    ):
+        places.append(place)
+        number = next(numbers)  # in the environment of the call that was ended
+        assert guarded(number) == (number, os.environ["NUMBER"]), place
+    for step in ("in write", "in put", "in _receive", "in _judge", "in change", "in converse"):
+        assert any(step in place for place in places), step
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_users_time_limit_while_a_worker_starts(slots: Callable[[int], None]) -> None:
+    """It is not taken for the death of the keeper, nor of the worker."""
+    slots(1)
+    pid = isolated_jax_worker(os.getpid, timeout=20, slot_timeout=60)
+    pid()
+    keeper = _starting._keeper_of_this_process().pid
+    code = r"jaxguard/_starting\.py:(__init__|hear|know_worker|order|_pair|_pipe|_own)$"
+    places = list(raising.everywhere(pid, most=200, code=code))
+    assert any("in hear" in place for place in places)
+    assert pid() != os.getpid()
+    assert _starting._keeper_of_this_process().pid == keeper
