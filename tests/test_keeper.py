@@ -17,7 +17,7 @@ import pytest
 from test_devices import Script
 
 import jaxguard
-from jaxguard import _keeper, _linux, _starting, isolated_jax_worker
+from jaxguard import _keeper, _linux, _starting, _warm, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,6 +197,7 @@ def test_the_slot_is_free_when_the_call_has_failed(slots: Callable[[int], None])
 
 def test_nothing_accumulates(fresh_guard: Callable[..., Any], wait_until: Callable[..., None]) -> None:
     """After many calls the keeper has no zombies, no descriptor and no memory more than after the first."""
+    _warm.retire_all()  # of earlier tests
     fresh_guard(leave_behind)()
     keeper = keeper_pid()
     descriptors = len(os.listdir(f"/proc/{keeper}/fd"))
