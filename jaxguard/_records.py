@@ -32,26 +32,38 @@ class Record:
         self._file = new_file(word) if file is None else file
         self._identity = _linux.identity(self._file)
         self._facts: dict[str, Any] = {}
-        self.tell(**facts)
+        try:
+            self.tell(**facts)
+        except BaseException:  # a user's time limit
+            self.close()
+            raise
 
     def tell(self, **facts: Any) -> None:
         """Add to what the record says, or change it."""
         with _descriptors.creating():  # not while it is closed: its number may be a stranger's file a moment later
             self._facts.update({name: cut(value) for name, value in facts.items()})
             try:
-                if (
-                    self._file >= 0 and _linux.identity(self._file) == self._identity
-                ):  # not closed by a user who closes all
+                if self._is_open():
                     os.pwrite(self._file, json.dumps(self._facts).encode().ljust(_SIZE), 0)
             except OSError as error:  # a limit on files, or no memory: nobody's work shall fail for want of words
                 if _linux.is_a_users(error):
                     raise
 
     def close(self) -> None:
-        """Withdraw the record."""
+        """Withdraw the record; once more, if that was interrupted."""
         with _descriptors.creating():
-            file, self._file = self._file, -1
-            _descriptors.close(file)
+            if self._is_open():
+                _descriptors.close(self._file)
+            self._file = -1
+
+    def _is_open(self) -> bool:
+        """Say whether the file is still this record's: a user may close all files, and open others."""
+        try:
+            return self._file >= 0 and _linux.identity(self._file) == self._identity
+        except OSError as error:
+            if _linux.is_a_users(error):
+                raise
+            return False
 
 
 def new_file(word: str) -> int:

@@ -38,8 +38,9 @@ _NAME = "jaxguard-stacks-{}-{}"
 _TARGET = re.compile(r"/memfd:jaxguard-stacks-([a-z]+)-([0-9]{1,10}) \(deleted\)")
 _LARGE = 1 << 20
 """From this size on, in bytes, a reader empties the file first."""
-_CAREFUL_S, _AT_ONCE_S, _POLL_S = 0.5, 0.3, 0.001
-"""How long an answer may take, of a process and of a thread, and the time between two looks."""
+_CAREFUL_S, _MAIN_AT_ONCE_S, _AT_ONCE_S, _POLL_S = 0.5, 2.0, 0.3, 0.001
+"""How long an answer may take, of a process, of its main thread, which may wait for a core, and of a thread that sleeps;
+and the time between two looks."""
 _OTHERS_S = 3.0
 _QUIET_LOOKS = 3
 _ASLEEP_S, _WINDOWS = 0.03, 4
@@ -197,7 +198,8 @@ def _read(file: int, pid: int, wait: Callable[[float], object]) -> str:
         if not (is_careful and thread == pid) and thread not in asleep:
             running += 1
             continue
-        stack = _read_one(file, pid, thread, AT_ONCE, _AT_ONCE_S, wait).removeprefix(_TITLE).lstrip("\n")
+        limit_s = _MAIN_AT_ONCE_S if thread == pid else _AT_ONCE_S
+        stack = _read_one(file, pid, thread, AT_ONCE, limit_s, wait).removeprefix(_TITLE).lstrip("\n")
         if stack and stack != _NO_FRAMES:
             found.append(_title(thread, pid) + stack)
     if running:

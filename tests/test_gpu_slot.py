@@ -19,7 +19,7 @@ import raising
 from test_devices import Driver, Script, four_cards, no_cards  # noqa: F401 - fixtures
 
 import jaxguard
-from jaxguard import _gpu_slot, _holds, _interrupts, _jax_state, _line, gpu_slot, isolated_jax_worker
+from jaxguard import _gpu_slot, _holds, _interrupts, _jax_state, _line, _records, gpu_slot, isolated_jax_worker
 
 if TYPE_CHECKING:
     import pathlib
@@ -137,6 +137,11 @@ def test_an_enter_that_breaks_half_way(monkeypatch: pytest.MonkeyPatch, slots: C
     assert free()
 
 
+def told() -> list[str]:
+    """Say what this process tells of its holds and waits."""
+    return [str(facts) for facts in _records.read_all(os.getpid()).values() if "function" in facts]
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files and sockets that were just opened
 def test_a_users_time_limit_strikes_in_the_enter(slots: Callable[[int], None]) -> None:
     """What a signal handler raises there comes out as it is, and takes no slot along, nor anything else."""
@@ -155,6 +160,7 @@ def test_a_users_time_limit_strikes_in_the_enter(slots: Callable[[int], None]) -
     assert any("in _install" in place for place in places)
     assert any("in _configure_jax" in place for place in places)
     assert free()
+    assert told() == []
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -174,6 +180,7 @@ def test_a_users_time_limit_ends_a_wait(slots: Callable[[int], None], monkeypatc
         assert len(places) == 2000
         assert sum("in sleep" in place for place in places) > 2, "it looked again and again"
     assert free()
+    assert told() == []
 
 
 def test_the_slot_says_what_it_is(slots: Callable[[int], None]) -> None:

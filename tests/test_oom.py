@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import pathlib
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import jaxguard
-from jaxguard import _oom, isolated_jax_worker
+from jaxguard import _linux, _oom, isolated_jax_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,13 +50,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[
         if not str(path).startswith(("/proc/self/cgroup", "/proc/vmstat", "/sys/fs/cgroup")):
             return real(path, *args, **named)
         if path not in told:
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         copy = tmp_path / uuid.uuid4().hex
         copy.write_text(told[path])
         return real(copy, *args, **named)
 
     monkeypatch.setattr(_oom, "open", open_told, raising=False)
-    monkeypatch.setattr(_oom.os.path, "exists", lambda path: path in told)
+    monkeypatch.setattr(_linux, "is_there", lambda path: path in told)
     return say
 
 
