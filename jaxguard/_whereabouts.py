@@ -39,7 +39,7 @@ _TARGET = re.compile(r"/memfd:jaxguard-stacks-([a-z]+)-([0-9]{1,10}) \(deleted\)
 _LARGE = 1 << 20
 """From this size on, in bytes, a reader empties the file first."""
 _CAREFUL_S, _MAIN_AT_ONCE_S, _AT_ONCE_S, _POLL_S = 0.5, 2.0, 0.3, 0.001
-"""How long an answer may take, of a process, of its main thread, which may wait for a core, and of a thread that sleeps;
+"""How long an answer may take, of a process, of its main thread, which may wait for a core, and of one that sleeps;
 and the time between two looks."""
 _OTHERS_S = 3.0
 _QUIET_LOOKS = 3
