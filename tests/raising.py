@@ -21,21 +21,22 @@ class Swallowed(Exception):
     """What the handler raised did not come out."""
 
 
-def everywhere(run: Callable[[], object], most: int, code: str = "") -> Iterator[str]:
+def everywhere(run: Callable[[], object], most: int, code: str = "", whole: int = 1) -> Iterator[str]:
     """Run a function again and again, with TimeoutError raised at the first place, at the second, and so on.
 
     Args:
         run: The function.
         most: In how many places at most.
         code: A pattern; only places in code whose path, with a colon and the function's name, has it count.
+        whole: After how many runs on end that had fewer places it is done: more than one where their number varies.
 
     Yields:
-        Where it was raised, after each run from which it came out. It ends with a run that has fewer places, or after
-        so many runs.
+        Where it was raised, after each run from which it came out.
 
     Raises:
         Swallowed: With the place where it was raised, but did not come out.
     """
+    to_the_end = 0
     for number in range(most):
         where = ""
         places = itertools.count()
@@ -62,8 +63,12 @@ def everywhere(run: Callable[[], object], most: int, code: str = "") -> Iterator
         else:
             if where:
                 raise Swallowed(where)
-            return
+            to_the_end += 1
+            if to_the_end == whole:
+                return
+            continue
         finally:
             sys.setprofile(before)
             gc.enable()
+        to_the_end = 0
         yield where

@@ -374,7 +374,7 @@ def test_a_users_time_limit_ends_a_call_and_spoils_none(
     call(next(numbers))
     places = []
     for place in raising.everywhere(
-        lambda: call(next(numbers)), most=1000, code=r"jaxguard/_(dialogue|frames|guard)\.py"
+        lambda: call(next(numbers)), most=1000, code=r"jaxguard/_(dialogue|frames|guard)\.py", whole=10
     ):
         places.append(place)
         number = next(numbers)  # in the environment of the call that was ended
@@ -391,7 +391,7 @@ def test_a_users_time_limit_while_a_worker_starts(slots: Callable[[int], None]) 
     pid()
     keeper = _starting._keeper_of_this_process().pid
     code = r"jaxguard/_starting\.py:(__init__|hear|know_worker|order|_pair|_pipe|_own)$"
-    places = list(raising.everywhere(pid, most=200, code=code))
+    places = list(raising.everywhere(pid, most=200, code=code, whole=10))
     assert any("in hear" in place for place in places)
     assert pid() != os.getpid()
     assert _starting._keeper_of_this_process().pid == keeper
