@@ -139,7 +139,7 @@ def test_an_enter_that_breaks_half_way(monkeypatch: pytest.MonkeyPatch, slots: C
 
 def told() -> list[str]:
     """Say what this process tells of its holds and waits."""
-    return [str(facts) for facts in _records.read_all(os.getpid()).values() if "function" in facts]
+    return [str(facts) for facts in _records.read_all(os.getpid()).values() if facts.get("function") == "gpu_slot"]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files and sockets that were just opened
