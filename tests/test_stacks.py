@@ -115,13 +115,16 @@ def test_json_says_the_same(stuck_study: subprocess.Popen[str], capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["parents"][0]["pid"] == stuck_study.pid
 
 
-def test_what_is_stopped_is_named(stuck_study: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_stopped_is_named(
+    stuck_study: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], wait_until: Callable[..., None]
+) -> None:
     """A worker, and a keeper, that somebody has stopped: their state, and what to send them."""
     (worker, *_) = [call["worker"] for call in calls_of(stuck_study) if call["worker"]]
     keeper = getattr(_linux.status(worker), "parent", 0)
     for pid in (worker, keeper):
         os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: _linux.state(worker) == _linux.state(keeper) == "T", "they are stopped")
         assert main(["stacks", str(stuck_study.pid)]) == 0
         text = capsys.readouterr().out
         assert f"(worker pid {worker}, stopped)" in text
