@@ -8,7 +8,6 @@ do. A wait has a bound, and nobody who has a flight waits for another: so nobody
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 
@@ -53,7 +52,7 @@ class Flights:
         except OSError as error:
             if _linux.is_a_users(error):
                 raise
-            self._lost.add(os.strerror(error.errno or 0))
+            self._lost.add(error.strerror or str(error))
 
     def after(self, program: Program) -> None:
         """Publish what was compiled, and let the flight go."""
@@ -65,7 +64,7 @@ class Flights:
         except OSError as error:
             if _linux.is_a_users(error):
                 raise
-            self._lost.add(os.strerror(error.errno or 0))
+            self._lost.add(error.strerror or str(error))
         finally:
             self._let_go(program)
 

@@ -205,9 +205,10 @@ def state(pid: int, thread: int | None = None) -> str:
 def is_a_users(error: BaseException) -> bool:
     """Say whether not the system has raised an error, but a signal handler of the user's, which Python runs anywhere.
 
-    Such a handler is a user's time limit, and what it raises is mostly a TimeoutError: an OSError without a number.
+    Such a handler is a user's time limit, and what it raises is mostly a TimeoutError, without a number of the system.
+    (Other errors without one are of libraries, such as io.UnsupportedOperation of a stream.)
     """
-    return isinstance(error, OSError) and error.errno is None
+    return isinstance(error, TimeoutError) and error.errno is None
 
 
 def is_directory(path: str) -> bool:

@@ -296,3 +296,23 @@ def test_a_real_terminal(tmp_path: pathlib.Path) -> None:
     assert text.count("printed\n10%\r20%\r\x1b[32mgreen\x1b[0m\nechoed\n") == 2, text
     assert text.count("to stderr\n") == 2
     assert text.endswith("end True\n")
+
+
+class Unsupported(io.StringIO):
+    """A stream that refuses to be written to."""
+
+    def write(self, _: str) -> int:
+        raise io.UnsupportedOperation("not writable")
+
+
+def test_a_stream_that_refuses_fails_no_trial(fresh_guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial is worth more than what it prints."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Unsupported())
+        assert fresh_guard(prints)() == "done"
+
+
+def prints() -> str:
+    """Print, and give a result."""
+    print("a line")
+    return "done"
